@@ -1,0 +1,26 @@
+//! Vocabulary shared by every Lockstep crate: ids, parallel layout, model description, sampling
+//! parameters, refusals, limits and exit codes.
+//!
+//! **Invariant:** nothing here does I/O, reads a clock or starts a thread. Every other crate may
+//! use this one; this one uses none of them.
+//!
+//! Reading order: [`ids`], [`parallel`], [`config`], [`shard`], [`sampling`], [`refusal`],
+//! [`exit`], [`limits`].
+
+pub mod config;
+pub mod dtype;
+pub mod exit;
+pub mod ids;
+pub mod limits;
+pub mod parallel;
+pub mod refusal;
+pub mod sampling;
+pub mod shard;
+
+pub use config::{ConfigError, Family, ModelConfig, RopeConfig, RopeScaling};
+pub use dtype::DType;
+pub use exit::ExitCode;
+pub use ids::{PageId, RequestId, StepId, TokenId};
+pub use parallel::ParallelInfo;
+pub use refusal::Refusal;
+pub use sampling::{FinishReason, SamplingParams};

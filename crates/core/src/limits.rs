@@ -1,0 +1,22 @@
+//! A limit on everything that a client, a file or a peer process can make large.
+
+/// Largest HTTP request body in bytes; above it the answer is 413.
+pub const HTTP_BODY_BYTES_MAX: usize = 32 << 20;
+/// Largest control-plane message in bytes (a 1 M-token prompt is 4 MiB).
+pub const WIRE_MESSAGE_BYTES_MAX: usize = 64 << 20;
+/// Stop strings of one request (OpenAI allows 4; SGLang and vLLM clients send more).
+pub const STOP_STRINGS_MAX: usize = 16;
+/// Bytes of one stop string.
+pub const STOP_STRING_BYTES_MAX: usize = 1024;
+/// Largest tensor-parallel size the launcher accepts.
+pub const TP_SIZE_MAX: usize = 64;
+/// Largest page, in tokens.
+pub const PAGE_SIZE_MAX: usize = 1024;
+/// Largest JSON metadata file of a model (config.json, tokenizer.json, ...) in bytes.
+pub const MODEL_JSON_BYTES_MAX: u64 = 256 << 20;
+/// Largest safetensors header in bytes (the format's own limit).
+pub const SAFETENSORS_HEADER_BYTES_MAX: u64 = 100 << 20;
+/// Leaves of the row-parallel summation tree; tp sizes that divide it are bit-equal.
+pub const K_LEAVES: usize = 8;
+/// Positions per attention summation segment, independent of the page size.
+pub const ATTENTION_SEGMENT: usize = 64;

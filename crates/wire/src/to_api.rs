@@ -1,0 +1,122 @@
+//! Messages to the api process.
+
+use lockstep_core::{FinishReason, Refusal, RequestId, TokenId};
+use serde::{Deserialize, Serialize};
+
+/// What the api receives.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum ToApi {
+    /// A child finished loading. Rank 0 speaks for all ranks of its replica, after a barrier.
+    Ready(Box<Ready>),
+    /// The request will get no tokens; from a tokenizer or from rank 0.
+    Refused {
+        /// The request.
+        id: RequestId,
+        /// What to tell the client.
+        refusal: Refusal,
+    },
+    /// Text of one step, from the detokenizer.
+    Deltas(Vec<Delta>),
+    /// Answer to `ToScheduler::Info`.
+    EngineInfo(Box<EngineInfo>),
+}
+
+/// Who says it is ready.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Ready {
+    /// The child's part.
+    pub role: Role,
+    /// Facts for `/v1/models` and `/server_info`; from rank 0 only.
+    pub engine: Option<EngineInfo>,
+    /// Whether chat requests can be rendered; from tokenizers only. Holds why not otherwise.
+    pub chat_error: Option<String>,
+}
+
+/// The part a child process plays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Role {
+    /// A scheduler process with its rank number.
+    Scheduler(usize),
+    /// A tokenizer process with its number.
+    Tokenizer(usize),
+    /// The detokenizer (or the one worker that does both when there are no tokenizers).
+    Detokenizer,
+}
+
+/// Token counts of a request, in OpenAI's sense.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Usage {
+    /// Prompt tokens, cached ones included.
+    pub prompt_tokens: u32,
+    /// Prompt tokens whose KV came from the prefix cache.
+    pub cached_tokens: u32,
+    /// Generated tokens, end token included.
+    pub completion_tokens: u32,
+}
+
+/// New text of one request.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Delta {
+    /// The request.
+    pub id: RequestId,
+    /// Text that is complete and cannot be part of a stop string; may be empty.
+    pub text: String,
+    /// The ids behind it (and behind text still held back).
+    #[serde(with = "crate::token_bytes")]
+    pub tokens: Vec<TokenId>,
+    /// Set on the last delta. `stopped_by_text` tells an end by stop string.
+    pub finish: Option<FinishReason>,
+    /// The detokenizer found a stop string: the scheduler still runs the request, the api must
+    /// abort it.
+    pub stopped_by_text: bool,
+    /// Token counts so far.
+    pub usage: Usage,
+}
+
+/// The state of one replica, as rank 0 sees it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct EngineInfo {
+    /// Number of the query this answers; 0 in the ready message.
+    pub query: u64,
+    /// Longest prompt plus answer, in tokens, that is enforced.
+    pub context_max: usize,
+    /// Tokens per page.
+    pub page_size: usize,
+    /// Pages of the pool (equal on all ranks).
+    pub pages_total: usize,
+    /// Pages that nobody uses.
+    pub pages_free: usize,
+    /// Pages held only by the prefix cache.
+    pub pages_cached: usize,
+    /// Pages held by requests.
+    pub pages_held: usize,
+    /// Requests waiting for admission.
+    pub waiting: usize,
+    /// Requests being prefilled or decoded.
+    pub running: usize,
+    /// Steps since start.
+    pub steps: u64,
+    /// One entry per rank.
+    pub ranks: Vec<RankInfo>,
+    /// Slower paths taken, and anything else worth knowing, as sentences.
+    pub notes: Vec<String>,
+}
+
+/// Facts about one rank.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RankInfo {
+    /// Global rank.
+    pub rank: usize,
+    /// Process id.
+    pub pid: u32,
+    /// Label such as `TP0`.
+    pub label: String,
+    /// Device and instruction set, e.g. `cpu avx512 x1`.
+    pub device: String,
+    /// Bytes of weights this rank holds.
+    pub weight_bytes: u64,
+    /// Bytes of KV pool.
+    pub kv_bytes: u64,
+    /// Peak resident memory of the process in bytes, after loading.
+    pub resident_bytes_max: u64,
+}

@@ -1,0 +1,42 @@
+//! Messages from rank 0 to the detokenizer.
+
+use crate::to_api::Usage;
+use crate::to_tokenizer::TextParams;
+use lockstep_core::{FinishReason, RequestId, TokenId};
+use serde::{Deserialize, Serialize};
+
+/// What the detokenizer receives.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum ToDetokenizer {
+    /// Requests accepted by the scheduler; comes before their first token.
+    Begin(Vec<Begin>),
+    /// The tokens of one step.
+    Step(Vec<TokenOut>),
+    /// Report everything received so far, then exit with code 0.
+    Shutdown,
+}
+
+/// What the detokenizer must know of a request.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Begin {
+    /// Its id everywhere.
+    pub id: RequestId,
+    /// Stop strings and the treatment of special tokens.
+    pub text: TextParams,
+}
+
+/// What happened to one request in one step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TokenOut {
+    /// The request.
+    pub id: RequestId,
+    /// New tokens, usually one; an end token is included (and counted) but has no text.
+    #[serde(with = "crate::token_bytes")]
+    pub tokens: Vec<TokenId>,
+    /// Set on the request's last message. After it the id is never seen again.
+    pub finish: Option<FinishReason>,
+    /// The last of `tokens` is an end token: it produces no text.
+    pub ends_with_eos: bool,
+    /// Token counts so far.
+    pub usage: Usage,
+}

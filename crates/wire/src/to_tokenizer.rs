@@ -1,0 +1,65 @@
+//! Messages to a tokenizer process.
+//!
+//! The api sends a request and, later, its abort to the *same* tokenizer, so that an abort can
+//! never overtake its request.
+
+use lockstep_core::{RequestId, SamplingParams, TokenId};
+use serde::{Deserialize, Serialize};
+
+/// What a tokenizer receives from the api.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum ToTokenizer {
+    /// Tokenize a prompt and submit it to rank 0.
+    Generate(Box<GenerateRequest>),
+    /// Forward an abort to rank 0.
+    Abort(RequestId),
+    /// Finish what is queued, then exit with code 0.
+    Shutdown,
+}
+
+/// A validated request whose prompt is still text.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GenerateRequest {
+    /// Its id everywhere.
+    pub id: RequestId,
+    /// What to continue.
+    pub prompt: Prompt,
+    /// How tokens are chosen.
+    pub sampling: SamplingParams,
+    /// How tokens become text.
+    pub text: TextParams,
+}
+
+/// A prompt as the client sent it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Prompt {
+    /// Text, tokenized with the model's own rules (beginning-of-text token included).
+    Text(String),
+    /// Token ids, taken as they are.
+    Tokens(#[serde(with = "crate::token_bytes")] Vec<TokenId>),
+    /// Messages for the model's chat template.
+    Chat(ChatMessages),
+}
+
+/// The input of a chat template. The fields are JSON text (not values), so that key order and
+/// number spelling survive the journey.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ChatMessages {
+    /// A JSON list of messages, content parts already joined.
+    pub messages_json: String,
+    /// A JSON list of tools, if any.
+    pub tools_json: Option<String>,
+    /// A JSON object of further template variables, if any.
+    pub template_kwargs_json: Option<String>,
+    /// Append the opening of an assistant turn.
+    pub add_generation_prompt: bool,
+}
+
+/// How the detokenizer turns tokens into text.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct TextParams {
+    /// The text ends before the earliest of these.
+    pub stop: Vec<String>,
+    /// Leave out special tokens (by id, never by text). Default true.
+    pub skip_special_tokens: bool,
+}
