@@ -1,1 +1,201 @@
-//! backend
+//! The few operations a decoder needs, behind one trait, with one implementation per device.
+//!
+//! Layers and models are generic over [`Backend`]; they see tensors as row-major matrices
+//! `[rows, cols]` of activations and never a kernel, a thread or a stream. All unsafe kernels of
+//! the workspace live below this crate.
+//!
+//! **Invariants**
+//! * Operations are queued in call order and see each other's results (CPU: they run at once).
+//! * No operation allocates: buffers are made at start-up with their largest row count, and an
+//!   operation works on the first `rows` rows.
+//! * CPU results are bit-equal for a row whatever the other rows, thread count, page size,
+//!   chunking and tp size (1, 2, 4, 8) are; see `docs/architecture.md`, "Numbers".
+//!
+//! Reading order: this file, [`batch`], [`linear`], then [`cpu`].
+
+pub mod batch;
+pub mod cpu;
+pub mod linear;
+
+pub use batch::{AttentionBatch, AttentionRow};
+pub use linear::LinearSpec;
+
+use lockstep_comm::collective::Collective;
+use lockstep_core::DType;
+
+/// Errors of building or running device operations.
+#[derive(Debug, thiserror::Error)]
+pub enum BackendError {
+    /// Memory for weights, pool or workspace could not be had.
+    #[error("cannot allocate {bytes} bytes for {what}; {hint}")]
+    OutOfMemory {
+        /// What the memory is for.
+        what: String,
+        /// Bytes asked for.
+        bytes: usize,
+        /// What to change.
+        hint: String,
+    },
+    /// A collective failed (a rank died or the server is stopping).
+    #[error(transparent)]
+    Collective(#[from] lockstep_comm::collective::CollectiveError),
+}
+
+/// Result of this crate.
+pub type Result<T> = std::result::Result<T, BackendError>;
+
+/// Where K and V of one model shard are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvLayout {
+    /// Layers of this rank.
+    pub local_layers: usize,
+    /// KV heads of this rank.
+    pub local_kv_heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Tokens per page.
+    pub page_size: usize,
+    /// Pages of the pool.
+    pub num_pages: usize,
+}
+
+impl KvLayout {
+    /// Bytes of the whole pool, K and V, f32.
+    pub fn pool_bytes(&self) -> usize {
+        self.page_bytes() * self.num_pages
+    }
+
+    /// Bytes of one page over all layers, K and V, f32.
+    pub fn page_bytes(&self) -> usize {
+        2 * self.local_layers * self.local_kv_heads * self.head_dim * self.page_size * size_of::<f32>()
+    }
+}
+
+/// Shape of the fused q|k|v activation of one rank: columns are
+/// `[local_heads*head_dim | local_kv_heads*head_dim | local_kv_heads*head_dim]`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QkvShape {
+    /// Query heads of this rank.
+    pub local_heads: usize,
+    /// KV heads of this rank.
+    pub local_kv_heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Added to the mean square of the per-head q/k norm.
+    pub norm_eps: f32,
+}
+
+/// Residual add and RMSNorm that follow a row-parallel linear.
+pub struct ReduceAddNorm<'a, B: Backend + ?Sized> {
+    /// Added once to the reduced sum: `[cols]`.
+    pub bias: Option<&'a B::Vector>,
+    /// RMSNorm weight `[cols]`.
+    pub norm_weight: &'a B::Vector,
+    /// RMSNorm epsilon.
+    pub norm_eps: f32,
+}
+
+/// A device that can run a decoder. One value per rank process, used from one thread.
+pub trait Backend {
+    /// Activations `[rows_max, cols]`, f32 on CPU.
+    type Tensor;
+    /// A replicated vector of f32 (norm weights, biases).
+    type Vector;
+    /// A packed weight matrix.
+    type Linear;
+    /// The rank's KV pool over all its layers.
+    type KvCache;
+    /// Precomputed cos/sin `[max_position, head_dim/2]`.
+    type RopeTable;
+
+    /// E.g. `cpu avx512 x2`; shown in logs and `/server_info`.
+    fn describe(&self) -> String;
+
+    // ---- made at start-up -------------------------------------------------------------------
+
+    /// Zeroed activations.
+    fn tensor(&self, rows_max: usize, cols: usize) -> Result<Self::Tensor>;
+    /// Copies `values` to the device.
+    fn vector(&self, values: &[f32]) -> Result<Self::Vector>;
+    /// Memory for a weight matrix; rows arrive through [`Backend::pack_rows`].
+    fn linear(&self, spec: LinearSpec) -> Result<Self::Linear>;
+    /// Packs `data` (row-major `[n, spec.in_features]` little-endian elements of `spec.dtype`) as
+    /// output rows `first_row..first_row+n`. Called in bands of a few MiB so that loading needs
+    /// little memory beyond the shard.
+    fn pack_rows(&self, linear: &mut Self::Linear, first_row: usize, data: &[u8]);
+    /// Bytes the packed matrix occupies.
+    fn linear_bytes(&self, linear: &Self::Linear) -> usize;
+    /// The KV pool.
+    fn kv_cache(&self, layout: KvLayout) -> Result<Self::KvCache>;
+    /// cos/sin of `position * inverse_frequencies[i]`, computed in f64, stored f32.
+    fn rope_table(&self, inverse_frequencies: &[f64], max_position: usize) -> Result<Self::RopeTable>;
+
+    // ---- one step ---------------------------------------------------------------------------
+
+    /// `out[t] = table[ids[t] - first_id]`, or zeros where the id is not in
+    /// `first_id..first_id + table.out_features` (another rank holds it). `table` is a packed
+    /// [`LinearSpec`] `[local_vocab, hidden]`, so a tied head shares it.
+    fn embed(&mut self, table: &Self::Linear, first_id: u32, ids: &[u32], out: &mut Self::Tensor);
+    /// Sums `x[..rows]` over the TP group in place. **Collective: all ranks of the TP group.**
+    fn all_reduce(&mut self, collective: &dyn Collective, x: &mut Self::Tensor, rows: usize) -> Result<()>;
+    /// `out = x / sqrt(mean(x²) + eps) * weight` per row.
+    fn rms_norm(&mut self, x: &Self::Tensor, weight: &Self::Vector, eps: f32, rows: usize, out: &mut Self::Tensor);
+    /// `out = x · Wᵀ (+ bias)`.
+    fn matmul(&mut self, w: &Self::Linear, x: &Self::Tensor, bias: Option<&Self::Vector>, rows: usize, out: &mut Self::Tensor);
+    /// Per-head q/k RMSNorm (when `qk_norm` holds the two weights `[head_dim]`), rope on q and k by
+    /// absolute position, and the store of k and v into their slots of layer `layer`. q is rotated
+    /// in place inside `qkv`.
+    fn rope_and_store(&mut self, args: RopeAndStore<'_, Self>, qkv: &mut Self::Tensor, cache: &mut Self::KvCache);
+    /// Causal grouped-query attention of q (the first columns of `qkv`) over the cached positions
+    /// `0..start+i` of each row of the batch, scale `1/sqrt(head_dim)`.
+    /// `out`: `[tokens, local_heads*head_dim]`.
+    fn attention(&mut self, args: Attention<'_>, qkv: &Self::Tensor, cache: &Self::KvCache, out: &mut Self::Tensor);
+    /// `out = silu(x[.., ..n]) * x[.., n..]` for the fused gate|up activation of width `2n`.
+    fn silu_mul(&mut self, gate_up: &Self::Tensor, rows: usize, out: &mut Self::Tensor);
+    /// The end of every half layer: `partial` summed over the TP group, bias added once,
+    /// `residual += sum`, `out = rms_norm(residual)`. One operation so that a device may fuse it.
+    /// **Collective: all ranks of the TP group, in the same order.**
+    fn reduce_add_norm(
+        &mut self,
+        collective: &dyn Collective,
+        args: ReduceAddNorm<'_, Self>,
+        partial: &mut Self::Tensor,
+        streams: (&mut Self::Tensor, &mut Self::Tensor), // (residual, out)
+        rows: usize,
+    ) -> Result<()>;
+    /// `out[i] = x[rows[i]]`.
+    fn gather_rows(&mut self, x: &Self::Tensor, rows: &[u32], out: &mut Self::Tensor);
+    /// The first `rows` rows as host memory, row-major. Waits for the device.
+    fn read<'a>(&mut self, x: &'a Self::Tensor, rows: usize) -> std::borrow::Cow<'a, [f32]>;
+}
+
+/// Arguments of [`Backend::rope_and_store`].
+pub struct RopeAndStore<'a, B: Backend + ?Sized> {
+    /// Layer of the cache to write, local index.
+    pub layer: usize,
+    /// Head counts.
+    pub shape: QkvShape,
+    /// Norm weights of q and k, if the family has them.
+    pub qk_norm: Option<(&'a B::Vector, &'a B::Vector)>,
+    /// cos/sin.
+    pub rope: &'a B::RopeTable,
+    /// Absolute position of each token, `[tokens]`.
+    pub positions: &'a [u32],
+    /// Slot of each token, `page * page_size + offset`, `[tokens]`.
+    pub slots: &'a [u32],
+}
+
+/// Arguments of [`Backend::attention`].
+pub struct Attention<'a> {
+    /// Layer of the cache to read, local index.
+    pub layer: usize,
+    /// Head counts.
+    pub shape: QkvShape,
+    /// Which tokens belong to which request and where their pages are.
+    pub batch: AttentionBatch<'a>,
+}
+
+/// Elements in memory per weight element; re-exported for the planner.
+pub const fn weight_bytes(dtype: DType, elements: usize) -> usize {
+    dtype.size_bytes() * elements
+}
