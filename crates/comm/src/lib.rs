@@ -3,3 +3,4 @@
 
 pub mod collective;
 pub mod group;
+pub mod link;
