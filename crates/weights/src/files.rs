@@ -1,0 +1,232 @@
+//! [`ModelFiles`]: one interface for Hugging Face folders and GGUF files.
+
+use crate::error::WeightsError;
+use crate::generation::GenerationDefaults;
+use crate::gguf::{self, Metadata};
+use crate::locate;
+use crate::mapped::MappedFile;
+use crate::storage::{StorageKind, TensorInfo};
+use lockstep_core::{DType, ModelConfig, TokenId};
+use std::collections::{BTreeMap, HashSet};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Resident bytes of all mappings together after which reading drops them.
+const RESIDENT_BYTES_MAX: usize = 8 << 20;
+/// Unused tensors that a warning names one by one.
+const UNUSED_NAMED_MAX: usize = 5;
+
+/// The files of one model: headers read, tensors mapped.
+///
+/// Every rank opens the files itself and reads only its own slices; opening costs a few
+/// milliseconds and no memory in proportion to the weights. Tensors are found under their Hugging
+/// Face names whatever the format. Can be shared among threads.
+#[derive(Debug)]
+pub struct ModelFiles {
+    opened: Opened,
+    /// Bytes read through the mappings since they were last dropped.
+    touched: AtomicUsize,
+}
+
+/// What the reader of one format finds out.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    pub config: ModelConfig,
+    /// Of every source, in any order, possibly repeated.
+    pub eos_tokens: Vec<TokenId>,
+    pub defaults: GenerationDefaults,
+    pub label: String,
+    pub files: Vec<Arc<MappedFile>>,
+    /// By Hugging Face name.
+    pub tensors: BTreeMap<String, Tensor>,
+    /// The folder, for formats that keep the tokenizer beside the weights.
+    pub folder: Option<PathBuf>,
+    pub metadata: Option<Metadata>,
+}
+
+/// Where one tensor lies.
+#[derive(Debug)]
+pub(crate) struct Tensor {
+    pub info: TensorInfo,
+    /// Index into `Opened::files`.
+    pub file: usize,
+    /// Bytes in that file; checked to lie inside it and to match `info`.
+    pub bytes: Range<usize>,
+    pub order: RowOrder,
+}
+
+/// How the rows of a tensor are ordered in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RowOrder {
+    /// As Hugging Face has them.
+    AsStored,
+    /// Per head, rows `i` and `i + head_dim/2` stand side by side: llama.cpp's `permute` for
+    /// interleaved rope. The number of rows is a multiple of `head_dim`.
+    RopePairs {
+        /// Rows per head.
+        head_dim: usize,
+    },
+}
+
+impl RowOrder {
+    /// Row in the file of Hugging Face row `row`.
+    pub fn stored_row(self, row: usize) -> usize {
+        match self {
+            Self::AsStored => row,
+            Self::RopePairs { head_dim } => {
+                let (head, i) = (row / head_dim, row % head_dim);
+                let half = head_dim / 2;
+                head * head_dim + 2 * (i % half) + i / half
+            }
+        }
+    }
+}
+
+impl ModelFiles {
+    /// Opens a folder in Hugging Face layout, a GGUF file, or a folder that holds one GGUF file.
+    ///
+    /// Reads headers and small JSON files only. Fails on anything that is certain to fail later:
+    /// missing or damaged files, an unsupported architecture.
+    pub fn open(path: &Path) -> Result<Self, WeightsError> {
+        let mut opened = locate::open(path)?;
+        opened.eos_tokens.sort_unstable();
+        opened.eos_tokens.dedup();
+        Ok(Self { opened, touched: AtomicUsize::new(0) })
+    }
+
+    /// The model's description.
+    pub fn config(&self) -> &ModelConfig {
+        &self.opened.config
+    }
+
+    /// End tokens of every source but the tokenizer: config.json and generation_config.json, or the
+    /// GGUF keys eos, eot and eom; ascending, each once.
+    pub fn eos_tokens(&self) -> &[TokenId] {
+        &self.opened.eos_tokens
+    }
+
+    /// The author's sampling defaults.
+    pub fn generation_defaults(&self) -> GenerationDefaults {
+        self.opened.defaults
+    }
+
+    /// Shape and type of a tensor by its Hugging Face name.
+    pub fn tensor(&self, name: &str) -> Option<TensorInfo> {
+        self.opened.tensors.get(name).map(|t| t.info.clone())
+    }
+
+    /// All tensors, ascending by name.
+    pub fn tensor_names(&self) -> impl Iterator<Item = &str> {
+        self.opened.tensors.keys().map(String::as_str)
+    }
+
+    /// Element type that [`read_rows`](Self::read_rows) gives; `None` for a tensor that is missing or
+    /// of a type that cannot be read.
+    pub fn dtype_of(&self, name: &str) -> Option<DType> {
+        self.opened.tensors.get(name)?.info.stored.dtype()
+    }
+
+    /// The tensor, if it has exactly this shape.
+    ///
+    /// Errors name the tensor, the file and both shapes, or the files that were searched.
+    pub fn expect_shape(&self, name: &str, shape: &[usize]) -> Result<TensorInfo, WeightsError> {
+        let tensor = self.find(name)?;
+        if tensor.info.shape != shape {
+            return Err(WeightsError::WrongShape {
+                name: name.into(),
+                path: self.file_of(tensor).path().to_owned(),
+                expected: shape.to_vec(),
+                found: tensor.info.shape.clone(),
+            });
+        }
+        Ok(tensor.info.clone())
+    }
+
+    /// Lets go of the resident pages of a tensor.
+    ///
+    /// Reading already keeps all mappings together below about 12 MiB; call this after the last
+    /// slice of a tensor to keep less.
+    pub fn release(&self, name: &str) {
+        if let Some(tensor) = self.opened.tensors.get(name) {
+            self.file_of(tensor).release(tensor.bytes.clone());
+        }
+    }
+
+    /// One sentence naming tensors that are in the files but not in `used`; `None` when there are
+    /// none. Rope frequencies do not count: they come from the config.
+    pub fn unused_report(&self, used: &HashSet<String>) -> Option<String> {
+        let known = |name: &str| name == gguf::open::ROPE_FREQS || name.ends_with("rotary_emb.inv_freq");
+        let unused: Vec<&str> = self.tensor_names().filter(|n| !used.contains(*n) && !known(n)).collect();
+        let shown = unused.get(..UNUSED_NAMED_MAX).unwrap_or(&unused).join(", ");
+        match unused.len() {
+            0 => None,
+            1 => Some(format!("1 tensor in the files is not part of this model and was not read: {shown}")),
+            n if n <= UNUSED_NAMED_MAX => Some(format!(
+                "{n} tensors in the files are not part of this model and were not read: {shown}"
+            )),
+            n => Some(format!(
+                "{n} tensors in the files are not part of this model and were not read: {shown} and {} more",
+                n - UNUSED_NAMED_MAX
+            )),
+        }
+    }
+
+    /// Format, type and number of files for people, e.g. `gguf Q4_K_M` or `safetensors bf16, 3 files`.
+    pub fn source_label(&self) -> String {
+        self.opened.label.clone()
+    }
+
+    /// GGUF metadata (vocabulary, merges, chat template); `None` for Hugging Face folders.
+    pub fn gguf(&self) -> Option<&Metadata> {
+        self.opened.metadata.as_ref()
+    }
+
+    /// The Hugging Face folder, where tokenizer files lie; `None` for GGUF.
+    pub fn folder(&self) -> Option<&Path> {
+        self.opened.folder.as_deref()
+    }
+
+    /// The tensor, or an error that names the files searched.
+    pub(crate) fn find(&self, name: &str) -> Result<&Tensor, WeightsError> {
+        self.opened
+            .tensors
+            .get(name)
+            .ok_or_else(|| WeightsError::MissingTensor { name: name.into(), searched: self.searched() })
+    }
+
+    pub(crate) fn file_of(&self, tensor: &Tensor) -> &MappedFile {
+        &self.opened.files[tensor.file]
+    }
+
+    /// The readable type of a tensor, or an error that names it.
+    pub(crate) fn readable(&self, name: &str, tensor: &Tensor) -> Result<(StorageKind, DType), WeightsError> {
+        let kind = tensor.info.stored;
+        match kind.dtype() {
+            Some(dtype) => Ok((kind, dtype)),
+            None => Err(WeightsError::UnsupportedType {
+                name: name.into(),
+                path: self.file_of(tensor).path().to_owned(),
+                kind,
+            }),
+        }
+    }
+
+    /// Notes that `bytes` of mappings became resident; drops all pages when that is much.
+    ///
+    /// Keeps the bound whatever the callers do: pages of several files and threads are counted
+    /// together, and a page dropped under a reader comes back at its next access.
+    pub(crate) fn touch(&self, bytes: usize) {
+        // Relaxed: only the sum matters, and being off by one reader's piece does no harm.
+        if self.touched.fetch_add(bytes, Ordering::Relaxed) + bytes > RESIDENT_BYTES_MAX {
+            self.touched.store(0, Ordering::Relaxed);
+            self.opened.files.iter().for_each(|file| file.release_all());
+        }
+    }
+
+    fn searched(&self) -> String {
+        let paths: Vec<String> = self.opened.files.iter().map(|f| f.path().display().to_string()).collect();
+        paths.join(", ")
+    }
+}

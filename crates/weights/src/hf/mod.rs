@@ -1,0 +1,169 @@
+//! A model folder in Hugging Face layout: config.json, generation_config.json and safetensors.
+//!
+//! `model.safetensors.index.json`, where there is one, decides which files and which of their
+//! tensors belong to the model, so that leftovers of another download never mix in (vLLM filters
+//! by it too; engines that load every *.safetensors overwrite good tensors). Weight files are
+//! read by [`safetensors`].
+
+mod safetensors;
+
+use crate::error::{Fault, WeightsError};
+use crate::files::{Opened, RowOrder, Tensor};
+use crate::generation::GenerationDefaults;
+use crate::mapped::MappedFile;
+use lockstep_core::config::hf as config_json;
+use lockstep_core::limits::MODEL_JSON_BYTES_MAX;
+use lockstep_core::{ConfigError, ModelConfig, TokenId};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+
+/// The weight file of a model that has one.
+pub(crate) const SINGLE: &str = "model.safetensors";
+/// The list of tensors of a model that has several.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+const CONFIG: &str = "config.json";
+const GENERATION_CONFIG: &str = "generation_config.json";
+
+/// Whether the folder says which safetensors files make the model. Dangling links count, so that
+/// opening them reports the link.
+pub(crate) fn has_weights(folder: &Path) -> bool {
+    [INDEX, SINGLE].iter().any(|name| folder.join(name).symlink_metadata().is_ok())
+}
+
+/// Opens a folder for which [`has_weights`] holds.
+pub(crate) fn open(folder: &Path) -> Result<Opened, WeightsError> {
+    let config = read_config(folder)?;
+    let (defaults, more_eos_tokens) = read_generation_config(folder)?;
+    let mut eos_tokens = config.eos_tokens.clone();
+    eos_tokens.extend(more_eos_tokens);
+    let (files, tensors) = if folder.join(INDEX).symlink_metadata().is_ok() {
+        open_indexed(folder)?
+    } else {
+        let (file, tensors) = open_weights(&folder.join(SINGLE), 0)?;
+        (vec![file], tensors)
+    };
+    Ok(Opened {
+        config,
+        eos_tokens,
+        defaults,
+        label: label(&tensors, files.len()),
+        files,
+        tensors,
+        folder: Some(folder.to_owned()),
+        metadata: None,
+    })
+}
+
+fn read_config(folder: &Path) -> Result<ModelConfig, WeightsError> {
+    let path = folder.join(CONFIG);
+    let text = read_small(&path)?;
+    config_json::parse(&text).map_err(|source| WeightsError::config(&path, source))
+}
+
+/// Sampling defaults and end tokens; a folder without the file has none.
+fn read_generation_config(folder: &Path) -> Result<(GenerationDefaults, Vec<TokenId>), WeightsError> {
+    let path = folder.join(GENERATION_CONFIG);
+    if path.symlink_metadata().is_err() {
+        return Ok(Default::default());
+    }
+    let map = read_object(&path)?;
+    let parse = || Ok((GenerationDefaults::from_json(&map)?, config_json::eos_tokens(&map)?));
+    parse().map_err(|source| WeightsError::config(&path, source))
+}
+
+type Weights = (Vec<Arc<MappedFile>>, BTreeMap<String, Tensor>);
+
+/// Opens the files that the index names and keeps the tensors that it assigns to each.
+fn open_indexed(folder: &Path) -> Result<Weights, WeightsError> {
+    let index_path = folder.join(INDEX);
+    let mut files = Vec::new();
+    let mut tensors = BTreeMap::new();
+    for (file_name, names) in read_index(&index_path)? {
+        let path = folder.join(&file_name);
+        if path.metadata().is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound) {
+            return Err(WeightsError::MissingFile { path, named_by: INDEX.into() });
+        }
+        let (file, mut found) = open_weights(&path, files.len())?;
+        let held = found.len();
+        for name in names {
+            let Some(tensor) = found.remove(&name) else {
+                let expected = format!("tensor {name} (named by {INDEX})");
+                return Err(Fault::new("tensors", expected, format!("{held} tensors without it")).at(&path));
+            };
+            tensors.insert(name, tensor);
+        }
+        files.push(file);
+    }
+    Ok((files, tensors))
+}
+
+/// The index turned around: file name to the tensors in it.
+fn read_index(path: &Path) -> Result<BTreeMap<PathBuf, Vec<String>>, WeightsError> {
+    let damaged = |expected: &str, found: String| Fault::new("weight_map", expected, found).at(path);
+    let index = read_object(path)?;
+    let Some(Value::Object(map)) = index.get("weight_map") else {
+        return Err(damaged("an object from tensor names to file names", "none".into()));
+    };
+    if map.is_empty() {
+        return Err(damaged("at least one tensor", "none".into()));
+    }
+    let mut files: BTreeMap<PathBuf, Vec<String>> = BTreeMap::new();
+    for (tensor, file) in map {
+        let plain = |f: &&Path| {
+            f.components().count() > 0 && f.components().all(|c| matches!(c, Component::Normal(_)))
+        };
+        let Some(file) = file.as_str().map(Path::new).filter(plain) else {
+            return Err(damaged("file names inside the folder", file.to_string()));
+        };
+        files.entry(file.to_owned()).or_default().push(tensor.clone());
+    }
+    Ok(files)
+}
+
+/// Maps one weight file and checks its header; `index` is its position among the model's files.
+fn open_weights(
+    path: &Path,
+    index: usize,
+) -> Result<(Arc<MappedFile>, BTreeMap<String, Tensor>), WeightsError> {
+    let file = MappedFile::open(path)?;
+    let described = safetensors::parse(file.bytes()).map_err(|fault| fault.at(path))?;
+    let tensor = |(name, info, bytes)| (name, Tensor { info, file: index, bytes, order: RowOrder::AsStored });
+    let tensors = described.into_iter().map(tensor).collect();
+    file.release_all();
+    Ok((Arc::new(file), tensors))
+}
+
+fn read_object(path: &Path) -> Result<Map<String, Value>, WeightsError> {
+    let text = read_small(path)?;
+    serde_json::from_slice(&text).map_err(|e| WeightsError::config(path, ConfigError::NotJson(e.to_string())))
+}
+
+/// Reads a JSON file, refusing one of absurd size.
+fn read_small(path: &Path) -> Result<Vec<u8>, WeightsError> {
+    let io_error = |source| WeightsError::io(path, source);
+    let len = fs::metadata(path).map_err(io_error)?.len();
+    if len > MODEL_JSON_BYTES_MAX {
+        let expected = format!("at most {MODEL_JSON_BYTES_MAX} bytes");
+        return Err(Fault::new("JSON file", expected, format!("{len} bytes")).at(path));
+    }
+    let mut text = Vec::new();
+    let file = File::open(path).map_err(io_error)?;
+    file.take(MODEL_JSON_BYTES_MAX).read_to_end(&mut text).map_err(io_error)?;
+    Ok(text)
+}
+
+/// `safetensors bf16, 3 files`; several types are joined by `+`, the largest first.
+fn label(tensors: &BTreeMap<String, Tensor>, files: usize) -> String {
+    let mut bytes_by_kind = BTreeMap::new();
+    for tensor in tensors.values() {
+        *bytes_by_kind.entry(tensor.info.stored).or_insert(0) += tensor.bytes.len();
+    }
+    let mut kinds: Vec<_> = bytes_by_kind.into_iter().collect();
+    kinds.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+    let kinds: Vec<String> = kinds.iter().map(|(kind, _)| kind.name().to_lowercase()).collect();
+    format!("safetensors {}, {files} file{}", kinds.join("+"), if files == 1 { "" } else { "s" })
+}

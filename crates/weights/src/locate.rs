@@ -1,0 +1,94 @@
+//! Decides what the path that the user named is.
+
+use crate::error::{Fault, WeightsError};
+use crate::files::Opened;
+use crate::{gguf, hf};
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+/// Opens a folder in Hugging Face layout, a GGUF file, or a folder with exactly one GGUF file.
+pub(crate) fn open(path: &Path) -> Result<Opened, WeightsError> {
+    let kind = fs::metadata(path).map_err(|source| WeightsError::io(path, source))?;
+    if kind.is_dir() { open_folder(path) } else { open_file(path) }
+}
+
+fn open_file(path: &Path) -> Result<Opened, WeightsError> {
+    let mut head = Vec::new();
+    let file = File::open(path).map_err(|source| WeightsError::io(path, source))?;
+    file.take(256).read_to_end(&mut head).map_err(|source| WeightsError::io(path, source))?;
+    if head.starts_with(gguf::header::MAGIC) {
+        return gguf::open::open(path);
+    }
+    refuse_stand_in(&head).map_err(|fault| fault.at(path))?;
+    if has_extension(path, "gguf") {
+        return Err(Fault::new("first four bytes", "GGUF", shown(&head)).at(path));
+    }
+    let reason = if has_extension(path, "safetensors") {
+        "is a single weight file; name the folder that holds it with its config.json"
+    } else {
+        "is neither a folder nor a GGUF file; name a folder in Hugging Face layout or a .gguf file"
+    };
+    Err(WeightsError::NotAModel { path: path.to_owned(), reason: reason.into() })
+}
+
+fn open_folder(folder: &Path) -> Result<Opened, WeightsError> {
+    if hf::has_weights(folder) {
+        return hf::open(folder);
+    }
+    let mut names = Vec::new();
+    let entries = fs::read_dir(folder).map_err(|source| WeightsError::io(folder, source))?;
+    for entry in entries {
+        names.push(PathBuf::from(entry.map_err(|source| WeightsError::io(folder, source))?.file_name()));
+    }
+    names.sort();
+    let with = |extensions: &[&str]| -> Vec<String> {
+        let matching = names.iter().filter(|n| extensions.iter().any(|e| has_extension(n, e)));
+        matching.map(|n| n.display().to_string()).collect()
+    };
+    let gguf_files = with(&["gguf"]);
+    let reason = match (gguf_files.len(), with(&["safetensors"]), with(&["bin", "pt", "pth"])) {
+        (1, _, _) => {
+            let only = names.iter().find(|n| has_extension(n, "gguf")).expect("invariant: one was counted");
+            return open_file(&folder.join(only));
+        }
+        (0, safetensors, _) if !safetensors.is_empty() => format!(
+            "holds {}, but neither {} nor {}; add the index, or download the model again",
+            safetensors.join(", "),
+            hf::SINGLE,
+            hf::INDEX
+        ),
+        (0, _, pickles) if !pickles.is_empty() => format!(
+            "holds its weights only as {}, which can run code when opened and is not read; use a safetensors or \
+             GGUF version of the model",
+            pickles.join(", ")
+        ),
+        (0, _, _) => format!("holds no weights; expected {}, {} or one .gguf file", hf::SINGLE, hf::INDEX),
+        (n, _, _) => format!("holds {n} GGUF files ({}); name the one to load", gguf_files.join(", ")),
+    };
+    Err(WeightsError::NotAModel { path: folder.to_owned(), reason })
+}
+
+/// Refuses what downloads leave instead of a weight file: git-lfs pointers and web pages.
+pub(crate) fn refuse_stand_in(head: &[u8]) -> Result<(), Fault> {
+    let head = &head[..head.len().min(256)];
+    if head.starts_with(b"version https://git-lfs") {
+        let text = String::from_utf8_lossy(head);
+        let size = text.lines().find_map(|line| line.strip_prefix("size ")).unwrap_or("unknown");
+        let expected = format!("the weights ({size} bytes)");
+        return Err(Fault::new("content", expected, "a git-lfs pointer (run `git lfs pull` in a clone)"));
+    }
+    if head.trim_ascii_start().starts_with(b"<") {
+        return Err(Fault::new("content", "weights", format!("a web page or XML: {}", shown(head))));
+    }
+    Ok(())
+}
+
+/// The start of a file for a message.
+fn shown(head: &[u8]) -> String {
+    format!("{:?} ({} bytes)", String::from_utf8_lossy(&head[..head.len().min(16)]), head.len())
+}
+
+fn has_extension(path: &Path, extension: &str) -> bool {
+    path.extension().is_some_and(|e| e.eq_ignore_ascii_case(extension))
+}
