@@ -1,0 +1,339 @@
+//! [`TextModel`]: everything a model knows about text, loaded once and shared by threads.
+
+use crate::chat::{ChatTemplate, TemplateSources, system_clock};
+use crate::error::TokenizerError;
+use crate::gguf::GgufVocab;
+use crate::hf;
+use crate::pieces::{Joining, Pieces};
+use crate::stream::RequestDecoder;
+use lockstep_core::{Refusal, TokenId};
+use lockstep_wire::{ChatMessages, Prompt, TextParams};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use tokenizers::Tokenizer;
+
+/// What the user and the launcher decide about text.
+#[derive(Clone, Debug, Default)]
+pub struct TextOptions {
+    /// Used in place of the model's own chat template.
+    pub chat_template: Option<PathBuf>,
+    /// Prompt plus answer in tokens; prompts that leave no room are refused here, before the scheduler
+    /// sees them. `None`: no limit is known yet (the scheduler still enforces its own).
+    pub context_max: Option<usize>,
+    /// Rows of the model's embedding (config.json's `vocab_size`); `None`: as many as the tokenizer has.
+    pub vocab_size: Option<usize>,
+}
+
+/// A model's tokenizer, chat template and decoder.
+///
+/// Immutable after load; `Send + Sync`, so one copy serves all threads of a worker.
+pub struct TextModel {
+    tokenizer: Tokenizer,
+    pieces: Pieces,
+    cleans_up_spaces: bool,
+    chat: Result<ChatTemplate, String>,
+    bos: Option<TokenId>,
+    eos: Vec<TokenId>,
+    vocab_size: usize,
+    context_max: usize,
+}
+
+/// What the two file formats have in common.
+struct Parts {
+    tokenizer: Tokenizer,
+    templates: TemplateSources,
+    special_tokens: BTreeMap<String, String>,
+    cleans_up_spaces: bool,
+    eos: Vec<TokenId>,
+}
+
+impl TextModel {
+    /// Loads a folder in Hugging Face layout, a `.gguf` file, or a folder with one `.gguf` file and no
+    /// `tokenizer.json`.
+    ///
+    /// A chat template that is missing or cannot be parsed is no error; see [`Self::chat_error`].
+    pub fn load(model_path: &Path, options: &TextOptions) -> Result<Self, TokenizerError> {
+        let parts = match gguf_file(model_path)? {
+            Some(file) => gguf_parts(&crate::gguf::open::read_vocab(&file)?)?,
+            None => hf_parts(model_path)?,
+        };
+        Self::assemble(parts, model_path, options)
+    }
+
+    fn assemble(mut parts: Parts, path: &Path, options: &TextOptions) -> Result<Self, TokenizerError> {
+        if let Some(file) = &options.chat_template {
+            parts.templates = hf::read_template_file(file)?;
+        }
+        // Truncation and padding of a training setup would silently change prompts.
+        parts.tokenizer.with_padding(None);
+        parts.tokenizer.with_truncation(None).map_err(|e| TokenizerError::malformed(path, e))?;
+        let pieces = Pieces::build(&parts.tokenizer, path)?;
+        let bos = parts.special_tokens.get("bos_token").and_then(|text| parts.tokenizer.token_to_id(text));
+        Ok(Self {
+            bos,
+            eos: parts.eos,
+            vocab_size: options.vocab_size.unwrap_or(pieces.len()),
+            context_max: options.context_max.unwrap_or(usize::MAX),
+            cleans_up_spaces: parts.cleans_up_spaces,
+            chat: ChatTemplate::compile(parts.templates, parts.special_tokens, system_clock),
+            tokenizer: parts.tokenizer,
+            pieces,
+        })
+    }
+
+    /// Why chat requests cannot be served, if so: one sentence with what to do.
+    pub fn chat_error(&self) -> Option<&str> {
+        self.chat.as_ref().err().map(String::as_str)
+    }
+
+    /// The end tokens that the tokenizer's own files name (other sources: `generation_config.json`,
+    /// `config.json`).
+    pub fn eos_tokens(&self) -> &[TokenId] {
+        &self.eos
+    }
+
+    /// Ids below this are accepted as prompts.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// The beginning-of-text token, if the model names one.
+    pub fn bos_token(&self) -> Option<TokenId> {
+        self.bos
+    }
+
+    /// Token ids of `text`; special tokens written in the text are parsed as such, as Hugging Face does.
+    ///
+    /// `add_special` adds what the tokenizer's post-processor adds (mostly the beginning-of-text token).
+    /// Errors are the library's own failures, as a 500.
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<TokenId>, Refusal> {
+        let encoding = self
+            .tokenizer
+            .encode_fast(text, add_special)
+            .map_err(|e| Refusal::internal(format!("the tokenizer failed on this text: {e}")))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The prompt of a request, ready for the scheduler: at least one token, all below
+    /// [`Self::vocab_size`], fewer than the context holds.
+    ///
+    /// Text gets the tokenizer's special tokens, but never a second beginning-of-text token when the
+    /// text already writes it. Chats are rendered and encoded without adding any (the template writes
+    /// what the model wants; transformers' `apply_chat_template` does the same). Ids are taken as they
+    /// are. Refusals are 400s.
+    pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<TokenId>, Refusal> {
+        match prompt {
+            Prompt::Tokens(ids) => {
+                self.check_length(ids.len(), "prompt")?;
+                self.check_ids(ids)?;
+                self.check_not_empty(ids.clone(), "prompt")
+            }
+            Prompt::Text(text) => {
+                let ids = self.encode_bounded(text, true, "prompt")?;
+                self.check_not_empty(self.without_doubled_bos(ids, text), "prompt")
+            }
+            Prompt::Chat(chat) => {
+                let text = self.render_chat(chat)?;
+                self.check_not_empty(self.encode_bounded(&text, false, "messages")?, "messages")
+            }
+        }
+    }
+
+    /// The prompt text of a chat. Refusals are 400s with the template's own message.
+    pub fn render_chat(&self, chat: &ChatMessages) -> Result<String, Refusal> {
+        self.chat.as_ref().map_err(|why| Refusal::invalid_param("messages", why.clone()))?.render(chat)
+    }
+
+    /// The text of all `ids` at once; equal to what a [`RequestDecoder`] gives piece by piece.
+    pub fn decode(&self, ids: &[TokenId], skip_special_tokens: bool) -> String {
+        let mut decoder = self.decoder(&TextParams { stop: Vec::new(), skip_special_tokens });
+        let mut text = String::new();
+        for &id in ids {
+            self.push_token(&mut decoder, id, &mut text);
+        }
+        self.finish_text(&mut decoder, &mut text);
+        text
+    }
+
+    /// The text state of a new request.
+    pub fn decoder(&self, params: &TextParams) -> RequestDecoder {
+        RequestDecoder::new(&self.pieces, self.cleans_up_spaces, params)
+    }
+
+    /// Feeds one generated token to `decoder` and appends the text it decides to `out`. True once a stop
+    /// string completed; `out` then ends right before it.
+    pub fn push_token(&self, decoder: &mut RequestDecoder, token: TokenId, out: &mut String) -> bool {
+        decoder.push(&self.pieces, token, out)
+    }
+
+    /// The request is over: appends what `decoder` still held back. True when that completed a stop
+    /// string.
+    pub fn finish_text(&self, decoder: &mut RequestDecoder, out: &mut String) -> bool {
+        decoder.finish(&self.pieces, out)
+    }
+
+    /// Encodes, but gives up early on a text that cannot fit: a 30 MB body must not cost seconds.
+    ///
+    /// First, no text longer than the longest token times the context can fit. Then ever longer heads of
+    /// the text are encoded, starting where an ordinary prompt ends; cutting can change only the tokens
+    /// next to the cut, so a head that has clearly more tokens than the context decides.
+    fn encode_bounded(&self, text: &str, add_special: bool, param: &str) -> Result<Vec<TokenId>, Refusal> {
+        let limit = self.context_max.saturating_sub(1);
+        let slack = CUT_TOKENS_MAX.max(limit / 64);
+        let head_min = limit.saturating_mul(HEAD_BYTES_PER_TOKEN).max(HEAD_BYTES_MIN);
+        let mut head_bytes = head_min;
+        while head_bytes < text.len() {
+            if self.never_fits(text) {
+                return Err(too_long(limit + 1, false, self.context_max, param));
+            }
+            let ids = self.encode(&text[..floor_char_boundary(text, head_bytes)], add_special)?;
+            if ids.len() > limit.saturating_add(slack) {
+                return Err(too_long(ids.len() - slack, false, self.context_max, param));
+            }
+            head_bytes = head_bytes.saturating_mul(HEAD_GROWTH);
+        }
+        let ids = self.encode(text, add_special)?;
+        self.check_length(ids.len(), param)?;
+        // A vocabulary larger than the model's embedding must not reach the embedding.
+        self.check_ids(&ids)?;
+        Ok(ids)
+    }
+
+    /// Whether the text is longer than the longest token allows. Only for tokenizers that keep every
+    /// character (others drop spaces, or turn a long word into one unknown token).
+    fn never_fits(&self, text: &str) -> bool {
+        matches!(self.pieces.joining, Joining::Bytes | Joining::Fallback { .. })
+            && text.len() / self.pieces.text_bytes_per_token_max() > self.context_max
+    }
+
+    fn check_length(&self, len: usize, param: &str) -> Result<(), Refusal> {
+        if len >= self.context_max { Err(too_long(len, true, self.context_max, param)) } else { Ok(()) }
+    }
+
+    fn check_ids(&self, ids: &[TokenId]) -> Result<(), Refusal> {
+        match ids.iter().find(|id| **id as usize >= self.vocab_size) {
+            None => Ok(()),
+            Some(id) => Err(Refusal::invalid_param(
+                "prompt",
+                format!(
+                    "token id {id} is outside this model's vocabulary of {} tokens; send ids below that",
+                    self.vocab_size
+                ),
+            )),
+        }
+    }
+
+    fn check_not_empty(&self, ids: Vec<TokenId>, param: &str) -> Result<Vec<TokenId>, Refusal> {
+        if ids.is_empty() {
+            return Err(Refusal::invalid_param(
+                param,
+                "the prompt has no tokens, at least one is needed; send some text",
+            ));
+        }
+        Ok(ids)
+    }
+
+    /// Drops the token that the post-processor put before a text that begins with it already.
+    fn without_doubled_bos(&self, mut ids: Vec<TokenId>, text: &str) -> Vec<TokenId> {
+        let Some(bos) = self.bos else { return ids };
+        let is_doubled = ids.starts_with(&[bos, bos])
+            && self.pieces.get(bos).is_some_and(|p| text.as_bytes().starts_with(p.bytes));
+        if is_doubled {
+            ids.remove(0);
+        }
+        ids
+    }
+}
+
+/// Tokens that a cut through a text can add at most; measured: 1 or 2.
+const CUT_TOKENS_MAX: usize = 64;
+/// Longest prompt that is encoded in one go, in bytes per token of context (ordinary text: about 4).
+const HEAD_BYTES_PER_TOKEN: usize = 8;
+const HEAD_BYTES_MIN: usize = 1 << 16;
+const HEAD_GROWTH: usize = 4;
+
+fn too_long(prompt_len: usize, is_exact: bool, context_max: usize, param: &str) -> Refusal {
+    let mut refusal = Refusal::context_length(prompt_len, context_max);
+    if !is_exact {
+        refusal.message = refusal.message.replacen("the prompt has ", "the prompt has at least ", 1);
+    }
+    refusal.param = Some(param.into());
+    refusal
+}
+
+fn floor_char_boundary(text: &str, mut at: usize) -> usize {
+    while !text.is_char_boundary(at) {
+        at -= 1;
+    }
+    at
+}
+
+/// The GGUF file that `path` means, if it means one.
+fn gguf_file(path: &Path) -> Result<Option<PathBuf>, TokenizerError> {
+    let is_gguf = |p: &Path| p.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
+    if !path.is_dir() {
+        return match path.exists() {
+            true => Ok(Some(path.into())),
+            false => Err(TokenizerError::Missing { path: path.into() }),
+        };
+    }
+    if path.join("tokenizer.json").exists() {
+        return Ok(None);
+    }
+    let read_error = |source| TokenizerError::Read { path: path.into(), source };
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(path).map_err(read_error)? {
+        files.extend(Some(entry.map_err(read_error)?.path()).filter(|p| is_gguf(p)));
+    }
+    // Several files are several quantisations: the user must say which.
+    Ok(if files.len() == 1 { files.pop() } else { None })
+}
+
+fn hf_parts(folder: &Path) -> Result<Parts, TokenizerError> {
+    let text = hf::read_folder(folder)?;
+    let eos = text.special_tokens.get("eos_token").and_then(|t| text.tokenizer.token_to_id(t));
+    Ok(Parts {
+        eos: eos.into_iter().collect(),
+        tokenizer: text.tokenizer,
+        templates: text.templates,
+        special_tokens: text.special_tokens,
+        cleans_up_spaces: text.cleans_up_spaces,
+    })
+}
+
+fn gguf_parts(vocab: &GgufVocab) -> Result<Parts, TokenizerError> {
+    let mut eos = vocab.ends.clone();
+    eos.sort_unstable();
+    eos.dedup();
+    Ok(Parts {
+        tokenizer: vocab.tokenizer()?,
+        templates: vocab.templates.clone(),
+        special_tokens: vocab.special_tokens(),
+        cleans_up_spaces: false,
+        eos,
+    })
+}
+
+/// The end tokens that the tokenizer files of a model name, without keeping the tokenizer.
+pub fn eos_tokens_of(model_path: &Path) -> Result<Vec<TokenId>, TokenizerError> {
+    if let Some(file) = gguf_file(model_path)? {
+        let mut ends = crate::gguf::open::read_vocab(&file)?.ends;
+        ends.sort_unstable();
+        ends.dedup();
+        return Ok(ends);
+    }
+    let Some(text) = hf::eos_text(model_path)? else { return Ok(Vec::new()) };
+    let tokenizer = hf::read_tokenizer(&model_path.join("tokenizer.json"))?;
+    Ok(tokenizer.token_to_id(&text).into_iter().collect())
+}
+
+impl std::fmt::Debug for TextModel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut debug = f.debug_struct("TextModel");
+        debug.field("vocab_size", &self.vocab_size).field("context_max", &self.context_max);
+        debug.field("chat_error", &self.chat_error()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,152 @@
+//! Stop strings over a text that arrives in pieces.
+//!
+//! One Knuth-Morris-Pratt automaton per stop string (Knuth, Morris and Pratt 1977, "Fast pattern
+//! matching in strings"): its state is the length of the longest prefix of the stop string that the
+//! text ends with, which is exactly what must be held back.
+
+/// Finds the first stop string that completes.
+///
+/// **Invariants:** text is released in order and at most once; what is released can no longer be part
+/// of a match; the result does not depend on how the text was cut into pieces. The match that
+/// *completes* first wins (waiting for one that began earlier could wait for ever); when several
+/// complete at the same byte, the longest wins, so the text ends before the earliest of them. Cost is
+/// amortised O(1) per byte and stop string.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct StopMatcher {
+    automata: Vec<Automaton>,
+    held: String,
+}
+
+#[derive(Clone, Debug)]
+struct Automaton {
+    stop: Box<[u8]>,
+    /// `failure[k]`: longest proper prefix of `stop[..=k]` that is also its suffix.
+    failure: Box<[u32]>,
+    matched: usize,
+}
+
+impl StopMatcher {
+    /// Empty stop strings are ignored (the api refuses them).
+    pub(crate) fn new(stops: &[String]) -> Self {
+        let automata = stops.iter().filter(|s| !s.is_empty()).map(|s| Automaton::new(s.as_bytes())).collect();
+        Self { automata, held: String::new() }
+    }
+
+    /// Takes the next piece and appends what may be shown to `out`. True when a stop string
+    /// completed: `out` then ends right before it and the rest of the text is dropped.
+    pub(crate) fn push(&mut self, text: &str, out: &mut String) -> bool {
+        if self.automata.is_empty() {
+            out.push_str(text);
+            return false;
+        }
+        for (index, &byte) in text.as_bytes().iter().enumerate() {
+            let longest = self.automata.iter_mut().filter_map(|a| a.step(byte)).max();
+            if let Some(stop_len) = longest {
+                self.held.push_str(&text[..=index]);
+                self.held.truncate(self.held.len() - stop_len);
+                out.push_str(&self.held);
+                self.held.clear();
+                return true;
+            }
+        }
+        self.held.push_str(text);
+        let keep = self.automata.iter().map(|a| a.matched).max().unwrap_or(0);
+        let released = self.held.len() - keep;
+        out.extend(self.held.drain(..released));
+        false
+    }
+
+    /// The text is over: gives out what was held back.
+    pub(crate) fn flush(&mut self, out: &mut String) {
+        out.push_str(&self.held);
+        self.held.clear();
+    }
+}
+
+impl Automaton {
+    fn new(stop: &[u8]) -> Self {
+        let mut failure = vec![0_u32; stop.len()];
+        let mut length = 0;
+        for i in 1..stop.len() {
+            while length > 0 && stop[i] != stop[length] {
+                length = failure[length - 1] as usize;
+            }
+            length += usize::from(stop[i] == stop[length]);
+            failure[i] = length as u32;
+        }
+        Self { stop: stop.into(), failure: failure.into(), matched: 0 }
+    }
+
+    /// Consumes one byte; the stop string's length when it is complete.
+    fn step(&mut self, byte: u8) -> Option<usize> {
+        while self.matched > 0 && self.stop[self.matched] != byte {
+            self.matched = self.failure[self.matched - 1] as usize;
+        }
+        self.matched += usize::from(self.stop[self.matched] == byte);
+        (self.matched == self.stop.len()).then_some(self.stop.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_rng::Rng;
+
+    /// The specification: grow the text character by character and look at its end.
+    fn naive(text: &str, stops: &[String]) -> (String, bool) {
+        for (index, c) in text.char_indices() {
+            let seen = &text[..index + c.len_utf8()];
+            if let Some(len) = stops.iter().filter(|s| seen.ends_with(s.as_str())).map(String::len).max() {
+                return (seen[..seen.len() - len].to_owned(), true);
+            }
+        }
+        (text.to_owned(), false)
+    }
+
+    fn random_text(rng: &mut Rng, len_max: usize) -> String {
+        (0..rng.below(len_max + 1)).map(|_| ['a', 'b', 'é', '漢'][rng.below(4)]).collect()
+    }
+
+    #[test]
+    fn equals_the_specification_for_any_cut() {
+        let mut rng = Rng::new(11);
+        for round in 0..100_000 {
+            let stops: Vec<String> =
+                (0..1 + rng.below(3)).map(|_| random_text(&mut rng, 4)).filter(|s| !s.is_empty()).collect();
+            let text = random_text(&mut rng, 14);
+            let (expected, expected_stop) = naive(&text, &stops);
+            let (mut matcher, mut out, mut stopped) = (StopMatcher::new(&stops), String::new(), false);
+            let mut chars = text.chars();
+            loop {
+                let piece: String = chars.by_ref().take(1 + rng.below(3)).collect();
+                if piece.is_empty() || stopped {
+                    break;
+                }
+                stopped = matcher.push(&piece, &mut out);
+                assert!(expected.starts_with(&out), "round {round}: released too much");
+            }
+            if !stopped {
+                matcher.flush(&mut out);
+            }
+            assert_eq!((out, stopped), (expected, expected_stop), "round {round}: {text:?} stops {stops:?}");
+        }
+    }
+
+    #[test]
+    fn holds_back_only_what_can_still_become_a_stop_string() {
+        let (mut matcher, mut out) = (StopMatcher::new(&["</s>".into()]), String::new());
+        assert!(!matcher.push("a < b </", &mut out));
+        assert_eq!(out, "a < b ");
+        assert!(!matcher.push("i>", &mut out));
+        assert_eq!(out, "a < b </i>");
+    }
+
+    #[test]
+    fn an_adversarial_stop_string_stays_linear() {
+        let (mut matcher, mut out) = (StopMatcher::new(&[format!("{}b", "a".repeat(1000))]), String::new());
+        for _ in 0..200_000 {
+            assert!(!matcher.push("a", &mut out));
+        }
+        assert_eq!(out.len(), 200_000 - 1000);
+    }
+}

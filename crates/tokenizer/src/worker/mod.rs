@@ -1,0 +1,166 @@
+//! The loops of the text processes: blocking, one thread per inbox, no shared state but the model.
+//!
+//! | process | loops |
+//! |---|---|
+//! | `lockstep-tokenizer-i` | [`run_tokenizer`] |
+//! | `lockstep-detokenizer-0` | [`run_detokenizer`] |
+//! | the shared worker (`--num-tokenizer 0`) | [`run_shared`]: both, in two threads |
+//!
+//! Two threads, because the inboxes are independent: a long prompt then never delays the text of
+//! running requests. The loops know their links only as [`Inbox`] and [`Outbox`], so that tests run
+//! them without sockets.
+//!
+//! **Invariants:** every request that comes in is answered (submitted, or refused to the api); every
+//! per-request state ends with the request's finish, whatever the reason. A message that cannot be
+//! decoded is logged and skipped; a link that cannot send ends the process with its error.
+
+mod detokenizer;
+mod tokenizer;
+
+pub use detokenizer::DetokenizerWorker;
+pub use tokenizer::TokenizerWorker;
+
+use crate::error::TokenizerError;
+use crate::model::TextModel;
+use lockstep_comm::link::{LinkError, Receiver, Sender};
+use lockstep_wire::{ToApi, ToDetokenizer, ToScheduler, ToTokenizer};
+use serde::{Serialize, de::DeserializeOwned};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long a full queue may stay full before the worker gives up: its reader is then dead or stuck,
+/// and the launcher should hear of it.
+const SEND_PATIENCE: Duration = Duration::from_secs(30);
+
+/// Where messages come from.
+pub trait Inbox<T> {
+    /// The next message; waits for it.
+    fn recv(&self) -> Result<T, TokenizerError>;
+    /// The next message, if one is there.
+    fn try_recv(&self) -> Result<Option<T>, TokenizerError>;
+}
+
+/// Where messages go.
+pub trait Outbox<T> {
+    /// Queues a message; an error means that the receiver is gone.
+    fn send(&self, message: &T) -> Result<(), TokenizerError>;
+}
+
+impl<T: DeserializeOwned> Inbox<T> for Receiver<T> {
+    fn recv(&self) -> Result<T, TokenizerError> {
+        loop {
+            if let Some(message) = decodable(Receiver::recv(self, None))? {
+                return Ok(message);
+            }
+        }
+    }
+
+    fn try_recv(&self) -> Result<Option<T>, TokenizerError> {
+        decodable(Receiver::try_recv(self))
+    }
+}
+
+impl<T: Serialize> Outbox<T> for Sender<T> {
+    fn send(&self, message: &T) -> Result<(), TokenizerError> {
+        Ok(Sender::send(self, message, SEND_PATIENCE)?)
+    }
+}
+
+/// Bytes that are no message come from a bug in another process; dropping them is worth a log line, not
+/// the whole server.
+fn decodable<T>(received: Result<Option<T>, LinkError>) -> Result<Option<T>, TokenizerError> {
+    match received {
+        Err(error @ LinkError::Wire { .. }) => {
+            tracing::error!("{error}");
+            Ok(None)
+        }
+        other => Ok(other?),
+    }
+}
+
+/// The links of a tokenizer.
+pub struct TokenizerLinks<I, S, A> {
+    /// From the api.
+    pub inbox: I,
+    /// To rank 0.
+    pub scheduler: S,
+    /// To the api, for refusals.
+    pub api: A,
+}
+
+/// The links of a detokenizer.
+pub struct DetokenizerLinks<I, A> {
+    /// From rank 0.
+    pub inbox: I,
+    /// To the api.
+    pub api: A,
+}
+
+/// Tokenizes until `Shutdown`; then everything received before it is submitted or refused.
+pub fn run_tokenizer<I, S, A>(model: &TextModel, links: TokenizerLinks<I, S, A>) -> Result<(), TokenizerError>
+where
+    I: Inbox<ToTokenizer>,
+    S: Outbox<ToScheduler>,
+    A: Outbox<ToApi>,
+{
+    let mut worker = TokenizerWorker::new(model);
+    while worker.step(&links)? {}
+    Ok(())
+}
+
+/// Detokenizes until `Shutdown`; then everything received before it is reported.
+pub fn run_detokenizer<I, A>(model: &TextModel, links: DetokenizerLinks<I, A>) -> Result<(), TokenizerError>
+where
+    I: Inbox<ToDetokenizer>,
+    A: Outbox<ToApi>,
+{
+    let mut worker = DetokenizerWorker::new(model);
+    loop {
+        match links.inbox.recv()? {
+            ToDetokenizer::Shutdown => return Ok(()),
+            message => {
+                if let Some(report) = worker.handle(message) {
+                    links.api.send(&report)?;
+                }
+            }
+        }
+    }
+}
+
+/// Both loops in one process, until both have had their `Shutdown` or one fails.
+///
+/// A failing loop ends the whole call at once (the other thread is left to the process's end), so that
+/// the launcher hears of it.
+pub fn run_shared<I, S, A, J, B>(
+    model: Arc<TextModel>,
+    tokenizer: TokenizerLinks<I, S, A>,
+    detokenizer: DetokenizerLinks<J, B>,
+) -> Result<(), TokenizerError>
+where
+    I: Inbox<ToTokenizer> + Send + 'static,
+    S: Outbox<ToScheduler> + Send + 'static,
+    A: Outbox<ToApi> + Send + 'static,
+    J: Inbox<ToDetokenizer> + Send + 'static,
+    B: Outbox<ToApi> + Send + 'static,
+{
+    let (ended, ends) = std::sync::mpsc::channel();
+    let spawn = |name: &'static str, body: Box<dyn FnOnce() -> Result<(), TokenizerError> + Send>| {
+        let ended = ended.clone();
+        std::thread::Builder::new().name(name.into()).spawn(move || {
+            let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body))
+                .unwrap_or(Err(TokenizerError::Panicked(name)));
+            // The receiver is gone only when the other loop failed first.
+            let _ = ended.send(outcome);
+        })
+    };
+    let shared = Arc::clone(&model);
+    spawn("tokenizer", Box::new(move || run_tokenizer(&shared, tokenizer))).map_err(TokenizerError::Thread)?;
+    spawn("detokenizer", Box::new(move || run_detokenizer(&model, detokenizer))).map_err(TokenizerError::Thread)?;
+    for _ in 0..2 {
+        ends.recv().expect("invariant: both threads send their outcome")?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

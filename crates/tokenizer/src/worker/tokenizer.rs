@@ -1,0 +1,87 @@
+//! One tokenizer: requests from the api to rank 0.
+
+use super::{Inbox, Outbox, TokenizerLinks};
+use crate::error::TokenizerError;
+use crate::model::TextModel;
+use lockstep_core::RequestId;
+use lockstep_wire::{GenerateRequest, SubmitRequest, ToApi, ToScheduler, ToTokenizer};
+use std::collections::VecDeque;
+
+/// Requests waiting to be tokenized, and the rule of their order.
+///
+/// Requests are tokenized in order of arrival. All waiting messages are taken in before each one, so an
+/// abort waits for one prompt at most: of a request that was not tokenized yet it removes the request
+/// (rank 0 never hears of it), otherwise it goes on at once.
+pub struct TokenizerWorker<'m> {
+    model: &'m TextModel,
+    waiting: VecDeque<Box<GenerateRequest>>,
+    is_shutting_down: bool,
+}
+
+impl<'m> TokenizerWorker<'m> {
+    /// A worker with nothing to do.
+    pub fn new(model: &'m TextModel) -> Self {
+        Self { model, waiting: VecDeque::new(), is_shutting_down: false }
+    }
+
+    /// Takes in what has come, tokenizes one request; waits when there is nothing. False when shut down
+    /// and done.
+    pub(super) fn step<I, S, A>(&mut self, links: &TokenizerLinks<I, S, A>) -> Result<bool, TokenizerError>
+    where
+        I: Inbox<ToTokenizer>,
+        S: Outbox<ToScheduler>,
+        A: Outbox<ToApi>,
+    {
+        if self.waiting.is_empty() {
+            if self.is_shutting_down {
+                return Ok(false);
+            }
+            let message = links.inbox.recv()?;
+            self.take_in(message, links)?;
+        }
+        while let Some(message) = links.inbox.try_recv()? {
+            self.take_in(message, links)?;
+        }
+        if let Some(request) = self.waiting.pop_front() {
+            match self.tokenize(*request) {
+                Ok(submit) => links.scheduler.send(&ToScheduler::Submit(Box::new(submit)))?,
+                Err(refused) => links.api.send(&refused)?,
+            }
+        }
+        Ok(true)
+    }
+
+    fn take_in<I, S, A>(
+        &mut self,
+        message: ToTokenizer,
+        links: &TokenizerLinks<I, S, A>,
+    ) -> Result<(), TokenizerError>
+    where
+        S: Outbox<ToScheduler>,
+    {
+        match message {
+            ToTokenizer::Generate(request) => self.waiting.push_back(request),
+            ToTokenizer::Abort(id) => {
+                if !self.remove(id) {
+                    links.scheduler.send(&ToScheduler::Abort(id))?;
+                }
+            }
+            ToTokenizer::Shutdown => self.is_shutting_down = true,
+        }
+        Ok(())
+    }
+
+    fn remove(&mut self, id: RequestId) -> bool {
+        let at = self.waiting.iter().position(|request| request.id == id);
+        at.and_then(|at| self.waiting.remove(at)).is_some()
+    }
+
+    /// The submission to rank 0, or the refusal to the api.
+    fn tokenize(&self, request: GenerateRequest) -> Result<SubmitRequest, ToApi> {
+        let GenerateRequest { id, prompt, sampling, text } = request;
+        match self.model.encode_prompt(&prompt) {
+            Ok(prompt) => Ok(SubmitRequest { id, prompt, sampling, text, cache_salt: None, priority: 0 }),
+            Err(refusal) => Err(ToApi::Refused { id, refusal }),
+        }
+    }
+}
