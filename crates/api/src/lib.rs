@@ -1,1 +1,26 @@
-//! api
+//! The HTTP server of Lockstep: OpenAI's completions and chat completions, models, health,
+//! version and server information.
+//!
+//! **Invariants**
+//! - A request that is refused never reaches the engine, and no input ends the process: every
+//!   fault is an answer with OpenAI's body `{"error": {"message", "type", "param", "code"}}`.
+//! - Every request that reaches the engine gets exactly one end: a finish, an error, or (when the
+//!   client left) an abort through the tokenizer that took it.
+//! - A streamed answer joins to the same text as the answer sent whole.
+//!
+//! Runs in the launcher process, on its single-threaded event loop. A request passes through four
+//! steps, one module each: parse (`json`), validate (`request`), submit ([`engine`]), answer
+//! (`answer`). Reading order: those, then [`server`]. The behaviour of every field is in
+//! `docs/api.md`.
+
+pub mod config;
+pub mod control;
+pub mod engine;
+pub mod error;
+pub mod server;
+
+pub use config::{ApiConfig, ProcessInfo, REQUESTS_OPEN_MAX, SamplingDefaults};
+pub use control::{Ended, ServerControl, ServerHandle};
+pub use engine::{EngineClient, EngineInbound, EngineLink, Outbound, dispatch};
+pub use error::ApiError;
+pub use server::serve;

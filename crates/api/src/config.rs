@@ -1,0 +1,75 @@
+//! What the launcher tells the api when it starts; never changed afterwards.
+
+use lockstep_core::limits::HTTP_BODY_BYTES_MAX;
+
+/// Requests open at once when the launcher sets nothing else; above it the answer is 503.
+pub const REQUESTS_OPEN_MAX: usize = 4096;
+
+/// Settings of the HTTP server.
+#[derive(Clone, Debug)]
+pub struct ApiConfig {
+    /// The `model` that requests name and `/v1/models` lists.
+    pub served_model_name: String,
+    /// Longest prompt plus answer in tokens, as enforced by the engine.
+    pub context_max: usize,
+    /// Token ids at or above it are refused in prompts and `stop_token_ids`.
+    pub vocab_size: usize,
+    /// Requests the engine runs at once; further ones wait. Shown by `/server_info`.
+    pub running_max: usize,
+    /// The model's own sampling, used where the request says nothing.
+    pub default_sampling: SamplingDefaults,
+    /// Why chat requests cannot be rendered; `None` when they can.
+    pub chat_error: Option<String>,
+    /// Refuse unknown request fields instead of counting them.
+    pub strict_api: bool,
+    /// Largest request body in bytes; above it the answer is 413.
+    pub body_bytes_max: usize,
+    /// Start of the server in Unix seconds, the `created` of `/v1/models`.
+    pub created: u64,
+    /// The answer of `/version`.
+    pub version: String,
+    /// The processes of this server, for `/server_info`.
+    pub processes: Vec<ProcessInfo>,
+}
+
+impl ApiConfig {
+    /// A configuration with defaults for everything that need not come from the model.
+    pub fn new(served_model_name: impl Into<String>, context_max: usize, vocab_size: usize) -> Self {
+        Self {
+            served_model_name: served_model_name.into(),
+            context_max,
+            vocab_size,
+            running_max: 64,
+            default_sampling: SamplingDefaults::default(),
+            chat_error: None,
+            strict_api: false,
+            body_bytes_max: HTTP_BODY_BYTES_MAX,
+            created: 0,
+            version: env!("CARGO_PKG_VERSION").into(),
+            processes: Vec::new(),
+        }
+    }
+}
+
+/// Sampling values of the model's `generation_config.json`. `None` leaves OpenAI's default:
+/// temperature 1, everything else off.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SamplingDefaults {
+    /// Used when a request has no `temperature`.
+    pub temperature: Option<f32>,
+    /// Used when a request has no `top_k`; 0 means all tokens.
+    pub top_k: Option<u32>,
+    /// Used when a request has no `top_p`.
+    pub top_p: Option<f32>,
+    /// Used when a request has no `min_p`.
+    pub min_p: Option<f32>,
+}
+
+/// One process of the server.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct ProcessInfo {
+    /// Its name as `ps` shows it.
+    pub name: String,
+    /// Its process id.
+    pub pid: u32,
+}

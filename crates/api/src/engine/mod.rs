@@ -1,0 +1,218 @@
+//! The api's view of the engine: requests go out, text comes back.
+//!
+//! [`EngineClient`] is what handlers hold. It knows no socket: messages leave through one bounded
+//! channel ([`EngineLink::outbound`]) and arrive through [`EngineInbound::deliver`]. In the server
+//! one dispatcher task ([`dispatch`]) joins both to the ZeroMQ sockets; in tests a fake engine
+//! does.
+//!
+//! **Invariants**
+//! - Every submitted request ends in exactly one of: a delta with `finish`, a refusal, a failure,
+//!   or an abort because the client left.
+//! - A request's abort goes to the tokenizer that took the request and is queued after it. Its
+//!   place in the channel is reserved before the request is sent, so an abort can neither block
+//!   nor get lost; the channel's capacity is thereby the bound on open requests.
+//! - Memory per request: its deltas wait in an unbounded queue, but the engine makes at most one
+//!   per token, so `max_tokens` (or the context) bounds what a client that does not read can hold.
+
+pub mod dispatch;
+mod registry;
+
+pub use registry::EngineInbound;
+
+use lockstep_core::{Refusal, RequestId, SamplingParams};
+use lockstep_wire::{Delta, EngineInfo, GenerateRequest, Prompt, TextParams, ToScheduler, ToTokenizer};
+use registry::{Entry, Registry};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::sync::mpsc::{self, OwnedPermit, error::TrySendError};
+
+/// Places in the outbound channel beyond two per request: queries and shutdown messages.
+const OUTBOUND_SPARE: usize = 64;
+/// How long `/server_info` waits for rank 0; a step in progress delays the answer.
+const INFO_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A message on its way out of the api.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Outbound {
+    /// For one tokenizer, by number.
+    Tokenizer(usize, ToTokenizer),
+    /// For rank 0.
+    Scheduler(ToScheduler),
+}
+
+/// The engine's side of an [`EngineClient`].
+#[derive(Debug)]
+pub struct EngineLink {
+    /// What to send, in order. Ends when every client is dropped.
+    pub outbound: mpsc::Receiver<Outbound>,
+    /// Where received messages go.
+    pub inbound: EngineInbound,
+}
+
+/// Submits requests to the engine and receives their text. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct EngineClient {
+    outbound: mpsc::Sender<Outbound>,
+    tokenizers: usize,
+    next_request: Arc<AtomicU64>,
+    next_query: Arc<AtomicU64>,
+    registry: Arc<Registry>,
+}
+
+/// A request before it has an id.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct NewRequest {
+    pub(crate) prompt: Prompt,
+    pub(crate) sampling: SamplingParams,
+    pub(crate) text: TextParams,
+}
+
+/// What happens to an open request.
+#[derive(Debug)]
+pub(crate) enum Event {
+    /// New text, possibly the last.
+    Delta(Delta),
+    /// Refused by a tokenizer or rank 0, or ended by the server; nothing follows.
+    Refused(Refusal),
+}
+
+impl EngineClient {
+    /// A client for `tokenizers` tokenizer processes (at least 1) that keeps at most
+    /// `requests_open_max` requests open, and the link that the engine's side drives.
+    pub fn new(tokenizers: usize, requests_open_max: usize) -> (Self, EngineLink) {
+        let (outbound, outbound_rx) = mpsc::channel(2 * requests_open_max + OUTBOUND_SPARE);
+        let registry = Arc::new(Registry::new(requests_open_max));
+        let client = Self {
+            outbound,
+            tokenizers: tokenizers.max(1),
+            next_request: Arc::new(AtomicU64::new(1)),
+            next_query: Arc::new(AtomicU64::new(1)),
+            registry: registry.clone(),
+        };
+        (client, EngineLink { outbound: outbound_rx, inbound: EngineInbound { registry } })
+    }
+
+    /// Submits the requests of one HTTP request; choice `i` of the answer is `requests[i]`.
+    ///
+    /// Errors with a 503 when the server is draining, failed or full; then nothing was sent.
+    pub(crate) fn submit(&self, requests: Vec<NewRequest>) -> Result<Generation, Refusal> {
+        let (sender, events) = mpsc::unbounded_channel();
+        let mut entries = Vec::with_capacity(requests.len());
+        let mut sends = Vec::with_capacity(requests.len());
+        for (choice, request) in requests.into_iter().enumerate() {
+            let id = RequestId(self.next_request.fetch_add(1, Ordering::Relaxed));
+            let tokenizer = (id.0 % self.tokenizers as u64) as usize;
+            let (send, abort) = (self.reserve()?, self.reserve()?);
+            entries.push((id, Entry { sender: sender.clone(), choice, tokenizer, abort }));
+            let NewRequest { prompt, sampling, text } = request;
+            let message = ToTokenizer::Generate(Box::new(GenerateRequest { id, prompt, sampling, text }));
+            sends.push((send, Outbound::Tokenizer(tokenizer, message)));
+        }
+        let ids = entries.iter().map(|(id, _)| *id).collect();
+        self.registry.insert(entries)?;
+        for (permit, message) in sends {
+            permit.send(message);
+        }
+        Ok(Generation { events, ids, registry: self.registry.clone() })
+    }
+
+    /// A place in the outbound channel.
+    fn reserve(&self) -> Result<OwnedPermit<Outbound>, Refusal> {
+        self.outbound.clone().try_reserve_owned().map_err(|e| match e {
+            TrySendError::Full(_) => registry::queue_full(self.registry.requests_open_max),
+            TrySendError::Closed(_) => Refusal::unavailable("the engine is gone; the server is stopping"),
+        })
+    }
+
+    /// Asks rank 0 for its counters. Errors with a 503 when it does not answer in time.
+    pub(crate) async fn info(&self) -> Result<EngineInfo, Refusal> {
+        let query = self.next_query.fetch_add(1, Ordering::Relaxed);
+        let answer = self.registry.expect_info(query)?;
+        self.reserve()?.send(Outbound::Scheduler(ToScheduler::Info { query }));
+        match tokio::time::timeout(INFO_TIMEOUT, answer).await {
+            Ok(Ok(info)) => Ok(info),
+            Ok(Err(_)) => Err(self.refusing().unwrap_or_else(|| Refusal::unavailable("the engine is gone"))),
+            Err(_) => {
+                self.registry.forget_info(query);
+                Err(Refusal::unavailable(format!(
+                    "rank 0 gave no answer within {} s; try again",
+                    INFO_TIMEOUT.as_secs()
+                )))
+            }
+        }
+    }
+
+    /// Tells every tokenizer, then rank 0, to finish and exit. For the launcher, after
+    /// [`serve`](crate::serve) returned; rank 0 passes it on to the other ranks and the
+    /// detokenizer.
+    pub async fn shutdown_children(&self) {
+        for tokenizer in 0..self.tokenizers {
+            // A closed channel means that the dispatcher is gone and with it the children's ears.
+            let _ = self.outbound.send(Outbound::Tokenizer(tokenizer, ToTokenizer::Shutdown)).await;
+        }
+        let _ = self.outbound.send(Outbound::Scheduler(ToScheduler::Shutdown)).await;
+    }
+
+    /// Why requests are refused at the moment, if they are.
+    pub(crate) fn refusing(&self) -> Option<Refusal> {
+        self.registry.refusing()
+    }
+
+    /// Requests without a last delta.
+    pub(crate) fn requests_open(&self) -> usize {
+        self.registry.requests_open()
+    }
+
+    /// Refuses requests from now on; open ones go on.
+    pub(crate) fn stop_admission(&self, refusal: Refusal) {
+        self.registry.stop_admission(refusal);
+    }
+
+    /// Refuses requests from now on and ends the open ones with the same refusal; returns how
+    /// many there were.
+    pub(crate) fn close(&self, refusal: Refusal) -> usize {
+        self.registry.close(refusal)
+    }
+
+    /// Waits until no answer is in the making: every [`Generation`] is dropped.
+    pub(crate) async fn idle(&self) {
+        self.registry.idle().await;
+    }
+}
+
+/// The open requests behind one HTTP answer.
+///
+/// Dropping it before the end aborts what is still open: this is how a client that leaves frees
+/// its slot and pages, since axum drops the handler or the response body with the connection.
+#[derive(Debug)]
+pub(crate) struct Generation {
+    events: mpsc::UnboundedReceiver<(usize, Event)>,
+    ids: Vec<RequestId>,
+    registry: Arc<Registry>,
+}
+
+impl Generation {
+    /// The next event and the index of its choice. Must not be called after the last choice ended.
+    /// Cancel-safe.
+    pub(crate) async fn next(&mut self) -> (usize, Event) {
+        let gone = || (0, Event::Refused(Refusal::internal("the request ended without a last delta")));
+        self.events.recv().await.unwrap_or_else(gone)
+    }
+
+    /// Number of choices.
+    pub(crate) fn choices(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// The id of the first request: it names the answer.
+    pub(crate) fn id(&self) -> RequestId {
+        self.ids[0]
+    }
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        self.registry.leave(&self.ids);
+    }
+}
