@@ -1,0 +1,433 @@
+//! The supervising thread: one poll over process descriptors, log pipes, signals and commands.
+//!
+//! **Invariant:** nothing here blocks except `poll` itself: pipes are non-blocking, stderr is a
+//! bounded queue, and a child is only waited for after its descriptor says it has ended. The thread
+//! must not end before its children have (the kernel's death signal hangs on it).
+
+use crate::cause::Verdict;
+use crate::child::exit_at_once;
+use crate::lines::{LineSplitter, Tail};
+use crate::signals::Signals;
+use crate::spawn::{self, Program};
+use crate::supervisor::UNKILLABLE_AFTER;
+use crate::{ChildSpec, ChildStatus, Event, Failure, LaunchError, Phase, ShutdownReport, StderrSink};
+use lockstep_core::ExitCode;
+use lockstep_wire::Role;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+use rustix::process::{Signal, WaitId, WaitIdOptions, pidfd_send_signal, waitid};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel};
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc::UnboundedSender;
+
+/// Bytes taken from one log pipe before others get their turn.
+const READ_BYTES_MAX: usize = 64 << 10;
+/// How long a second signal waits for the killed children.
+const SUDDEN_END_WAIT: Duration = Duration::from_secs(1);
+/// How long the last lines may take to reach a stuck terminal.
+const SUDDEN_END_FLUSH: Duration = Duration::from_millis(200);
+
+/// What the launcher asks of the thread.
+pub(crate) enum Command {
+    Spawn(Box<ChildSpec>, SyncSender<Result<u32, LaunchError>>),
+    SetPhase(Phase),
+    List(SyncSender<Vec<(String, u32)>>),
+    AtSuddenEnd(Box<dyn FnOnce() + Send>),
+    Shutdown { grace: Duration, done: Option<SyncSender<ShutdownReport>> },
+    Stop,
+}
+
+/// The sending end of the thread's commands.
+pub(crate) struct Remote {
+    commands: Sender<Command>,
+    wake: Arc<OwnedFd>,
+}
+
+impl Remote {
+    pub(crate) fn send(&self, command: Command) -> Result<(), LaunchError> {
+        self.commands.send(command).map_err(|_| LaunchError::SupervisorGone)?;
+        // A full counter (which takes 2^64 wakes) would mean that the thread is awake anyway.
+        let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
+        Ok(())
+    }
+}
+
+/// One living child.
+struct Watched {
+    name: String,
+    role: Role,
+    pid: u32,
+    pidfd: OwnedFd,
+    /// Open for the child's whole life: its end tells the child that the launcher is gone.
+    stdin: OwnedFd,
+    unsent: Vec<u8>,
+    sent: usize,
+    outputs: [Output; 2],
+    tail: Tail,
+}
+
+/// stdout or stderr of a child.
+struct Output {
+    pipe: Option<OwnedFd>,
+    lines: LineSplitter,
+}
+
+/// A shutdown under way.
+struct Ending {
+    kill_at: Instant,
+    give_up_at: Option<Instant>,
+    report: ShutdownReport,
+    done: Vec<SyncSender<ShutdownReport>>,
+}
+
+/// What a poll entry belongs to.
+#[derive(Clone, Copy)]
+enum Source {
+    Wake,
+    Signals,
+    Process(usize),
+    Stdin(usize),
+    Output(usize, usize),
+}
+
+pub(crate) struct Watcher {
+    commands: Receiver<Command>,
+    wake: Arc<OwnedFd>,
+    signals: Signals,
+    program: Program,
+    stderr: StderrSink,
+    events: UnboundedSender<Event>,
+    children: Vec<Watched>,
+    phase: Phase,
+    verdict: Verdict,
+    ending: Option<Ending>,
+    cleanups: Vec<Box<dyn FnOnce() + Send>>,
+    signalled: bool,
+    stopping: bool,
+}
+
+impl Watcher {
+    pub(crate) fn new(
+        stderr: StderrSink,
+        events: UnboundedSender<Event>,
+    ) -> Result<(Self, Remote), LaunchError> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let wake = Arc::new(eventfd(0, flags).map_err(LaunchError::system("eventfd"))?);
+        let (sender, commands) = channel();
+        let watcher = Self {
+            commands,
+            wake: wake.clone(),
+            signals: Signals::start()?,
+            program: Program::open()?,
+            stderr,
+            events,
+            children: Vec::new(),
+            phase: Phase::Loading,
+            verdict: Verdict::default(),
+            ending: None,
+            cleanups: Vec::new(),
+            signalled: false,
+            stopping: false,
+        };
+        Ok((watcher, Remote { commands: sender, wake }))
+    }
+
+    /// The thread's body; returns when stopped and no child is left.
+    pub(crate) fn run(mut self) {
+        while !(self.stopping && (self.children.is_empty() || self.ending.is_none())) {
+            let (sources, ready) = self.wait();
+            // Output first, so that a dead child's last words are complete; deaths last and from
+            // the back, because they remove entries.
+            for (source, _) in sources.iter().zip(&ready).filter(|(_, ready)| **ready) {
+                match *source {
+                    Source::Output(child, which) => self.forward(child, which, READ_BYTES_MAX),
+                    Source::Stdin(child) => self.children[child].feed(),
+                    Source::Signals => self.take_signals(),
+                    Source::Wake | Source::Process(_) => {}
+                }
+            }
+            let dead: Vec<usize> = sources
+                .iter()
+                .zip(&ready)
+                .filter_map(|(source, ready)| match source {
+                    Source::Process(child) if *ready => Some(*child),
+                    _ => None,
+                })
+                .collect();
+            self.reap(&dead);
+            if matches!(ready.first(), Some(true)) {
+                self.take_commands();
+            }
+            self.keep_deadlines(Instant::now());
+        }
+    }
+
+    /// Polls everything; which sources are ready (`Source::Wake` is the first).
+    fn wait(&self) -> (Vec<Source>, Vec<bool>) {
+        let mut sources = vec![Source::Wake];
+        let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
+        for fd in self.signals.fds() {
+            sources.push(Source::Signals);
+            fds.push(PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        }
+        for (i, child) in self.children.iter().enumerate() {
+            sources.push(Source::Process(i));
+            fds.push(PollFd::new(&child.pidfd, PollFlags::IN));
+            if child.sent < child.unsent.len() {
+                sources.push(Source::Stdin(i));
+                fds.push(PollFd::new(&child.stdin, PollFlags::OUT));
+            }
+            for (which, output) in child.outputs.iter().enumerate() {
+                if let Some(pipe) = &output.pipe {
+                    sources.push(Source::Output(i, which));
+                    fds.push(PollFd::new(pipe, PollFlags::IN));
+                }
+            }
+        }
+        let timeout = self.next_deadline().map(|at| {
+            // Rounded up: waking a moment early would spin until the deadline.
+            let left = at.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
+        });
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) => {}
+            Err(Errno::INTR) => fds.iter_mut().for_each(PollFd::clear_revents),
+            Err(e) => panic!("invariant: poll takes what this thread opened: {e}"),
+        }
+        let ready = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        (sources, ready)
+    }
+
+    fn next_deadline(&self) -> Option<Instant> {
+        let ending = self.ending.as_ref().map(|e| e.give_up_at.unwrap_or(e.kill_at));
+        [self.verdict.due(), ending].into_iter().flatten().min()
+    }
+
+    fn keep_deadlines(&mut self, now: Instant) {
+        if let Some(failure) = self.verdict.decide(now) {
+            self.report(Event::Failed(failure));
+        }
+        let Some(ending) = &mut self.ending else { return };
+        match ending.give_up_at {
+            None if now >= ending.kill_at => {
+                ending.give_up_at = Some(now + UNKILLABLE_AFTER);
+                ending.report.killed = self.children.iter().map(|c| c.name.clone()).collect();
+                self.signal_all(Signal::KILL);
+            }
+            Some(at) if now >= at => {
+                ending.report.left = self.children.iter().map(|c| c.name.clone()).collect();
+                self.finish_ending();
+            }
+            _ => {}
+        }
+    }
+
+    fn take_commands(&mut self) {
+        let mut counter = [0; 8];
+        let _ = rustix::io::read(&*self.wake, &mut counter);
+        while let Ok(command) = self.commands.try_recv() {
+            match command {
+                // A reply nobody waits for any more is no error.
+                Command::Spawn(spec, reply) => drop(reply.send(self.start(&spec))),
+                Command::SetPhase(phase) => self.phase = phase,
+                Command::List(reply) => {
+                    let list = self.children.iter().map(|c| (c.name.clone(), c.pid)).collect();
+                    drop(reply.send(list));
+                }
+                Command::AtSuddenEnd(cleanup) => self.cleanups.push(cleanup),
+                Command::Shutdown { grace, done } => self.begin_ending(grace, done),
+                Command::Stop => self.stopping = true,
+            }
+        }
+    }
+
+    fn start(&mut self, spec: &ChildSpec) -> Result<u32, LaunchError> {
+        let started = spawn::start(&self.program, spec)?;
+        let output = |pipe| Output { pipe: Some(pipe), lines: LineSplitter::default() };
+        self.children.push(Watched {
+            name: spec.name.clone(),
+            role: spec.role,
+            pid: started.pid,
+            pidfd: started.pidfd,
+            stdin: started.stdin,
+            unsent: started.first_bytes,
+            sent: 0,
+            outputs: started.outputs.map(output),
+            tail: Tail::default(),
+        });
+        Ok(started.pid)
+    }
+
+    fn begin_ending(&mut self, grace: Duration, done: Option<SyncSender<ShutdownReport>>) {
+        if let Some(failure) = self.verdict.decide_now() {
+            self.report(Event::Failed(failure));
+        }
+        let kill_at = Instant::now() + grace;
+        let ending = self.ending.get_or_insert_with(|| Ending {
+            kill_at,
+            give_up_at: None,
+            report: ShutdownReport::default(),
+            done: Vec::new(),
+        });
+        // A second, more impatient shutdown shortens the first.
+        ending.kill_at = ending.kill_at.min(kill_at);
+        ending.done.extend(done);
+        if self.children.is_empty() {
+            self.finish_ending();
+        } else {
+            self.signal_all(Signal::TERM);
+        }
+    }
+
+    fn finish_ending(&mut self) {
+        let Some(ending) = self.ending.take() else { return };
+        // A process that SIGKILL could not end is given up; it stays our zombie until we exit.
+        self.children.clear();
+        self.verdict.reset();
+        self.phase = Phase::Loading;
+        for done in ending.done {
+            let _ = done.send(ending.report.clone());
+        }
+    }
+
+    /// A child that has ended meanwhile answers ESRCH, which is what was wanted.
+    fn signal_all(&self, signal: Signal) {
+        for child in &self.children {
+            let _ = pidfd_send_signal(&child.pidfd, signal);
+        }
+    }
+
+    fn report(&self, event: Event) {
+        // Nobody listens during the launcher's own end.
+        let _ = self.events.send(event);
+    }
+
+    fn take_signals(&mut self) {
+        while let Some(signal) = self.signals.next() {
+            // A terminal that closes sends SIGHUP twice (shell and kernel): never "hurry up".
+            if self.signalled && signal != libc::SIGHUP {
+                self.sudden_end(signal);
+            }
+            self.signalled = true;
+            self.report(Event::Signal(signal));
+        }
+    }
+
+    /// The user asked twice: everything ends now.
+    fn sudden_end(&mut self, signal: i32) -> ! {
+        self.signal_all(Signal::KILL);
+        let deadline = Instant::now() + SUDDEN_END_WAIT;
+        for child in &self.children {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+            let _ = poll(&mut [PollFd::new(&child.pidfd, PollFlags::IN)], Some(&timeout));
+        }
+        for cleanup in self.cleanups.drain(..) {
+            cleanup();
+        }
+        let (name, code) = match signal {
+            libc::SIGINT => ("SIGINT", ExitCode::Interrupted),
+            _ => ("SIGTERM", ExitCode::Terminated),
+        };
+        self.stderr.write_line(format!("lockstep: second signal ({name}): ended without drain").as_bytes());
+        self.stderr.flush_within(SUDDEN_END_FLUSH);
+        exit_at_once(code.code())
+    }
+
+    /// Passes on what a child wrote, at most about `limit` bytes.
+    fn forward(&mut self, child: usize, which: usize, limit: usize) {
+        let Watched { outputs, tail, .. } = &mut self.children[child];
+        let Output { pipe, lines } = &mut outputs[which];
+        let mut emit = |line: &[u8]| {
+            self.stderr.write_line(line);
+            tail.push(line);
+        };
+        let mut buffer = [0; 16 << 10];
+        let mut taken = 0;
+        while let Some(fd) = &*pipe
+            && taken < limit
+        {
+            match rustix::io::read(fd, &mut buffer) {
+                Ok(0) => {
+                    lines.finish(&mut emit);
+                    *pipe = None;
+                }
+                Ok(n) => {
+                    taken += n;
+                    lines.push(&buffer[..n], &mut emit);
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return,
+                Err(_) => *pipe = None,
+            }
+        }
+    }
+
+    /// Takes the statuses of children whose descriptors say that they have ended.
+    fn reap(&mut self, dead: &[usize]) {
+        let now = Instant::now();
+        let mut deaths = Vec::new();
+        for &i in dead.iter().rev() {
+            let Some(status) = self.children[i].status() else { continue };
+            for which in [0, 1] {
+                // More than a pipe holds; a grandchild may write to it for ever.
+                self.forward(i, which, 1 << 20);
+            }
+            let mut child = self.children.remove(i);
+            for output in &mut child.outputs {
+                output.lines.finish(|line| {
+                    self.stderr.write_line(line);
+                    child.tail.push(line);
+                });
+            }
+            deaths.push((child, status));
+        }
+        let any = !deaths.is_empty();
+        for (child, status) in deaths.into_iter().rev() {
+            self.judge(child, status, now);
+        }
+        if any && self.children.is_empty() {
+            self.report(Event::AllExited);
+            self.finish_ending();
+        }
+    }
+
+    fn judge(&mut self, mut child: Watched, status: ChildStatus, now: Instant) {
+        let (name, role) = (child.name, child.role);
+        if self.phase == Phase::Draining && status == ChildStatus::Exit(0) {
+            self.report(Event::ChildExited { name, role });
+        } else if self.ending.is_none() {
+            self.report(Event::ChildDied { name: name.clone(), role, status });
+            let failure = Failure::new(name, role, status, self.phase, child.tail.take());
+            self.verdict.add(failure, now);
+        }
+    }
+}
+
+impl Watched {
+    /// Writes more of the configuration.
+    fn feed(&mut self) {
+        match rustix::io::write(&self.stdin, &self.unsent[self.sent..]) {
+            Ok(n) => self.sent += n,
+            Err(Errno::INTR | Errno::AGAIN) => {}
+            // The child is gone; its descriptor reports that.
+            Err(_) => self.sent = self.unsent.len(),
+        }
+    }
+
+    /// Reaps; `None` when it has not ended after all.
+    fn status(&self) -> Option<ChildStatus> {
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
+        match waitid(WaitId::PidFd(self.pidfd.as_fd()), options) {
+            Ok(None) | Err(Errno::INTR) => None,
+            Ok(Some(status)) => Some(match (status.exit_status(), status.terminating_signal()) {
+                (Some(code), _) => ChildStatus::Exit(code),
+                (None, Some(signal)) => ChildStatus::Signal(signal),
+                (None, None) => ChildStatus::Unknown,
+            }),
+            Err(_) => Some(ChildStatus::Unknown),
+        }
+    }
+}
