@@ -85,9 +85,10 @@ pub fn leaf_bounds(k: usize, block: usize, tp_rank: usize, tp_size: usize) -> Ve
     (0..=local).map(|i| start(tp_rank * local + i) - first).collect()
 }
 
-/// Whether `tp_size` can cut this model; the error names what does not divide and what would work.
-pub fn check_tp_size(config: &ModelConfig, tp_size: usize) -> Result<(), ConfigError> {
-    let Some(reason) = why_illegal(config, tp_size) else { return Ok(()) };
+/// Whether `tp_size` (as a user typed it) can cut this model; the error names what does not divide
+/// and what would work.
+pub fn check_tp_size(config: &ModelConfig, tp_size: i64) -> Result<(), ConfigError> {
+    let Some(reason) = why_illegal(config, usize::try_from(tp_size).unwrap_or(0)) else { return Ok(()) };
     let legal: Vec<String> =
         (1..=TP_SIZE_MAX).filter(|&t| why_illegal(config, t).is_none()).map(|t| t.to_string()).collect();
     Err(ConfigError::IllegalTpSize { tp_size, reason, legal: legal.join(", ") })

@@ -1,1 +1,91 @@
-//! engine
+//! The rank process: main loop, model runner, sampler, memory plan and digest.
+//!
+//! | file | holds |
+//! |---|---|
+//! | [`rank_loop`] | the five steps every rank takes, generic over links, group and runner |
+//! | [`control`] | what the loop needs of the control plane |
+//! | [`links`] | that over ZeroMQ |
+//! | [`runner`] | plan → forward → tokens on a device |
+//! | [`sampler`] | the next token, counter-based |
+//! | [`memory`] | how many KV pages fit, agreed over ranks |
+//! | [`exchange`] | per-step message count and digest |
+//! | [`start`] | from [`RankConfig`] to a running loop |
+//!
+//! **Invariant:** all ranks of a replica run the same steps on the same batches. What may differ
+//! between ranks (time, arrival of messages, free memory) is decided once, by rank 0 or by a
+//! minimum over the group, and agreed before anyone acts on it.
+
+pub mod config;
+pub mod control;
+pub mod exchange;
+pub mod links;
+pub mod memory;
+pub mod rank_loop;
+pub mod runner;
+pub mod sampler;
+pub mod start;
+
+pub use config::{Batching, RankConfig};
+pub use rank_loop::RankLoop;
+
+use lockstep_backend::BackendError;
+use lockstep_comm::collective::CollectiveError;
+use lockstep_core::ExitCode;
+use lockstep_model::ModelError;
+use lockstep_weights::WeightsError;
+
+/// Why a rank ended.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// The model's files.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The model's files.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    /// The device.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    /// Another rank died, or the group was told to stop.
+    #[error(transparent)]
+    Collective(#[from] CollectiveError),
+    /// The control plane.
+    #[error(transparent)]
+    Control(#[from] control::ControlError),
+    /// Not enough memory, with numbers.
+    #[error("{0}")]
+    Memory(String),
+    /// Ranks took different decisions: step, rank and the first field that differs.
+    #[error("{0}")]
+    Diverged(String),
+    /// A bug.
+    #[error("{0}; this is a bug in lockstep, please report it")]
+    Internal(String),
+}
+
+/// Result of this crate.
+pub type Result<T> = std::result::Result<T, EngineError>;
+
+impl EngineError {
+    /// The exit code of a scheduler process that ends with this error.
+    pub fn exit_code(&self) -> ExitCode {
+        match self {
+            EngineError::Model(ModelError::Config(_)) => ExitCode::Flags,
+            EngineError::Model(ModelError::Weights(_)) | EngineError::Weights(_) => ExitCode::ModelFiles,
+            EngineError::Memory(_)
+            | EngineError::Backend(BackendError::OutOfMemory { .. })
+            | EngineError::Model(ModelError::Backend(BackendError::OutOfMemory { .. })) => ExitCode::Memory,
+            _ => ExitCode::Internal,
+        }
+    }
+
+    /// Whether another rank's end is the cause: this one is a consequence, not the first cause.
+    pub fn is_consequence(&self) -> bool {
+        let collective = match self {
+            EngineError::Collective(e) | EngineError::Backend(BackendError::Collective(e)) => Some(e),
+            EngineError::Model(ModelError::Backend(BackendError::Collective(e))) => Some(e),
+            _ => None,
+        };
+        matches!(collective, Some(CollectiveError::Aborted { .. }))
+    }
+}

@@ -118,14 +118,21 @@ impl<B: Backend> Decoder<B> {
     /// The tp size is checked before any weight is read.
     pub fn load(loader: &Loader<'_, B>, positions_max: usize) -> Result<Self> {
         let config = loader.config();
-        shard::check_tp_size(config, loader.parallel().tp_size)?;
+        shard::check_tp_size(config, loader.parallel().tp_size as i64)?;
+        let parts = config.num_layers + 2;
         let embedding = VocabParallel::load(loader, VocabNames::EMBEDDING)?;
-        let layers = (0..config.num_layers).map(|l| Layer::load(loader, l)).collect::<Result<_>>()?;
+        loader.report(1, parts);
+        let mut layers = Vec::with_capacity(config.num_layers);
+        for layer in 0..config.num_layers {
+            layers.push(Layer::load(loader, layer)?);
+            loader.report(layer + 2, parts);
+        }
         let final_norm = Norm::load(loader, "model.norm", config.hidden_size)?;
         let head = match VocabNames::head_is_embedding(config) {
             true => None,
             false => Some(VocabParallel::load(loader, VocabNames::HEAD)?),
         };
+        loader.report(parts, parts);
         let frequencies = config.rope.inverse_frequencies(config.head_dim);
         let rope = loader.backend().rope_table(&frequencies, positions_max)?;
         Ok(Self { embedding, layers, final_norm, head, rope })

@@ -4,15 +4,18 @@
 //! |---|---|
 //! | [`loader`] | reads a rank's slices of a checkpoint into packed weights |
 //! | [`layers`] | column-, row- and vocab-parallel linears, norms, attention, MLP: each states its shard rule |
+//! | [`bytes`] | what a rank's weights take, from the config alone |
 //! | [`decoder`] | the decoder-only transformer shared by the Llama, Qwen2 and Qwen3 families |
 //!
 //! **Invariants:** a layer sees a `Backend` and a `Collective`, never a socket; nothing branches
 //! on the number of ranks (one rank's collective is the identity); no forward pass allocates.
 
+pub mod bytes;
 pub mod decoder;
 pub mod layers;
 pub mod loader;
 
+pub use bytes::ShardBytes;
 pub use decoder::{Decoder, ForwardInput, Workspace};
 pub use loader::{Loader, Progress};
 

@@ -16,8 +16,8 @@ use std::ops::Range;
 /// Bytes of one band of rows: large enough to stream, small against any shard.
 const BAND_BYTES: usize = 2 << 20;
 
-/// Told about every band that has been packed: bytes packed so far by this rank.
-pub type Progress<'a> = &'a dyn Fn(u64);
+/// Told how much of the model is loaded: parts done, parts in all (layers, embedding, head).
+pub type Progress<'a> = &'a dyn Fn(usize, usize);
 
 /// Loads one rank's part of one checkpoint.
 pub struct Loader<'a, B: Backend> {
@@ -87,6 +87,11 @@ impl<'a, B: Backend> Loader<'a, B> {
     /// The device that packs.
     pub fn backend(&self) -> &'a B {
         self.backend
+    }
+
+    /// Tells the user that `done` of `total` parts are loaded.
+    pub fn report(&self, done: usize, total: usize) {
+        (self.progress)(done, total);
     }
 
     /// Bytes of packed weights so far.
@@ -165,7 +170,6 @@ impl<'a, B: Backend> Loader<'a, B> {
             let band = convert(&state.raw, stored, dtype, &mut state.converted);
             self.backend.pack_rows(linear, first_row + row - part.rows.start, band);
             state.packed_bytes += band.len() as u64;
-            (self.progress)(state.packed_bytes);
             row = end;
         }
         Ok(())

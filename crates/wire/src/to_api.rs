@@ -8,6 +8,15 @@ use serde::{Deserialize, Serialize};
 pub enum ToApi {
     /// A child finished loading. Rank 0 speaks for all ranks of its replica, after a barrier.
     Ready(Box<Ready>),
+    /// How far a rank has loaded; for the progress bar only.
+    Loading {
+        /// Global rank.
+        rank: usize,
+        /// Parts of the model (layers, embedding, head) loaded.
+        done: usize,
+        /// Parts in all.
+        total: usize,
+    },
     /// The request will get no tokens; from a tokenizer or from rank 0.
     Refused {
         /// The request.

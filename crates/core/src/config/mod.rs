@@ -232,8 +232,8 @@ pub enum ConfigError {
     /// A tensor-parallel size the model cannot be cut into.
     #[error("--tp {tp_size} {reason}; tp sizes that work for this model: {legal}")]
     IllegalTpSize {
-        /// What was asked for.
-        tp_size: usize,
+        /// What was asked for, as typed.
+        tp_size: i64,
         /// The broken rule.
         reason: String,
         /// Sizes that work, comma-separated.

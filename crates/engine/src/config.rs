@@ -1,0 +1,56 @@
+//! Everything a scheduler process is told at start; written by the launcher, read once.
+
+use crate::links::RankLinks;
+use lockstep_core::{DType, ParallelInfo, TokenId};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// Configuration of one rank. Equal on all ranks of a replica except `parallel` and `pages`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct RankConfig {
+    /// Where this rank stands.
+    pub parallel: ParallelInfo,
+    /// Model folder or GGUF file.
+    pub model: PathBuf,
+    /// End tokens from every source of the model.
+    pub eos_tokens: Vec<TokenId>,
+    /// `--dtype`: convert weights; `None` keeps the file's types.
+    pub dtype: Option<DType>,
+    /// Threads of this rank (`--threads`).
+    pub threads: usize,
+    /// CPUs of this rank's threads, when ranks get their own.
+    pub cpus: Option<Vec<usize>>,
+    /// Bytes this rank may use for weights, activations and KV together.
+    pub memory_budget_bytes: usize,
+    /// How [`RankConfig::memory_budget_bytes`] came about, for messages.
+    pub memory_budget_origin: String,
+    /// `--num-pages`; `None` sizes the pool from the budget.
+    pub num_pages: Option<usize>,
+    /// Batching.
+    pub batching: Batching,
+    /// Milliseconds a rank waits for another in a collective (`--collective-timeout`).
+    pub collective_timeout_ms: u64,
+    /// Names of the control-plane links.
+    pub links: RankLinks,
+}
+
+/// Batching flags, equal on all ranks.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Batching {
+    /// Tokens per page.
+    pub page_size: usize,
+    /// Requests that may run at once.
+    pub running_max: usize,
+    /// Prefill tokens of one step.
+    pub chunk: usize,
+    /// `--max-context`; `None` is the model's.
+    pub context_max: Option<usize>,
+    /// Requests that may wait; more are refused with 503.
+    pub waiting_max: usize,
+    /// Keep prefixes of finished requests (`--cache radix`).
+    pub prefix_cache: bool,
+    /// Prefill and decode in one step (`--mixed`).
+    pub mixed: bool,
+    /// Plan a step before the previous one's tokens are read.
+    pub overlap: bool,
+}

@@ -1,0 +1,124 @@
+//! What all ranks agree on before each step: how many messages belong to it, what time it is, and
+//! that they took the same decisions in the step before.
+//!
+//! One all-gather of [`RECORD_BYTES`] per rank and step. A digest mismatch stops the server with
+//! one line naming step, rank and the first field that differs: what would be a deadlock hours
+//! later becomes an error now.
+
+use crate::{EngineError, Result};
+use lockstep_comm::group::{Patience, ProcessGroup};
+use lockstep_scheduler::StepDigest;
+
+/// Bytes each rank contributes: six little-endian u64 (messages, stamp, digest words).
+pub const RECORD_BYTES: usize = 48;
+
+/// What rank 0 decides for everyone; other ranks pass zeros.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Announcement {
+    /// Broadcasts that belong to this step.
+    pub messages: u32,
+    /// Rank 0's clock, the only one that schedulers see.
+    pub stamp_ms: u64,
+}
+
+/// The per-step agreement of one rank.
+pub struct Exchange {
+    received: Vec<u8>,
+}
+
+impl Exchange {
+    /// For a group of `size` ranks.
+    pub fn new(size: usize) -> Self {
+        Self { received: vec![0; RECORD_BYTES * size] }
+    }
+
+    /// Rank 0 announces; everyone compares digests. Returns rank 0's announcement.
+    ///
+    /// **Collective: all ranks of the replica, once per step.**
+    pub fn agree(
+        &mut self,
+        group: &mut dyn ProcessGroup,
+        mine: Announcement,
+        digest: &StepDigest,
+        patience: Patience,
+    ) -> Result<Announcement> {
+        group.all_gather(&encode(mine, digest), &mut self.received, patience)?;
+        let (records, _) = self.received.as_chunks::<RECORD_BYTES>();
+        for (rank, record) in records.iter().enumerate() {
+            let (_, theirs) = decode(record);
+            if let Some(field) = digest.first_difference(&theirs) {
+                return Err(EngineError::Diverged(format!(
+                    "ranks diverged at step {}: rank {rank} disagrees with rank {} about {field} ({:x?} against \
+                     {:x?}); answers can no longer be trusted, so the server stops",
+                    digest.step,
+                    group.rank(),
+                    theirs.to_words(),
+                    digest.to_words(),
+                )));
+            }
+        }
+        Ok(records.first().map_or(mine, |primary| decode(primary).0))
+    }
+}
+
+fn encode(announcement: Announcement, digest: &StepDigest) -> [u8; RECORD_BYTES] {
+    let [step, plan, pages, tokens] = digest.to_words();
+    let words = [u64::from(announcement.messages), announcement.stamp_ms, step, plan, pages, tokens];
+    let mut record = [0; RECORD_BYTES];
+    for (slot, word) in record.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+        *slot = word.to_le_bytes();
+    }
+    record
+}
+
+fn decode(record: &[u8; RECORD_BYTES]) -> (Announcement, StepDigest) {
+    let mut words = [0; RECORD_BYTES / 8];
+    for (word, bytes) in words.iter_mut().zip(record.as_chunks::<8>().0) {
+        *word = u64::from_le_bytes(*bytes);
+    }
+    let [messages, stamp_ms, digest @ ..] = words;
+    (Announcement { messages: messages as u32, stamp_ms }, StepDigest::from_words(digest))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_comm::group;
+
+    /// A group of two whose other member always says the same.
+    struct Pair {
+        other: [u8; RECORD_BYTES],
+    }
+
+    impl ProcessGroup for Pair {
+        fn rank(&self) -> usize {
+            0
+        }
+        fn size(&self) -> usize {
+            2
+        }
+        fn barrier(&mut self, _: Patience) -> group::Result<()> {
+            Ok(())
+        }
+        fn all_gather(&mut self, send: &[u8], recv: &mut [u8], _: Patience) -> group::Result<()> {
+            recv[..RECORD_BYTES].copy_from_slice(send);
+            recv[RECORD_BYTES..].copy_from_slice(&self.other);
+            Ok(())
+        }
+        fn broadcast(&mut self, _: &mut [u8], _: usize, _: Patience) -> group::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn rank_0_announces_and_a_difference_is_named() {
+        let digest = StepDigest { step: 7, plan_hash: 1, page_hash: 2, token_hash: 3 };
+        let mine = Announcement { messages: 5, stamp_ms: 1 << 40 };
+        let mut group = Pair { other: encode(Announcement::default(), &digest) };
+        assert_eq!(Exchange::new(2).agree(&mut group, mine, &digest, Patience::Idle).unwrap(), mine);
+        let other = StepDigest { page_hash: 9, token_hash: 8, ..digest };
+        group.other = encode(Announcement::default(), &other);
+        let message = Exchange::new(2).agree(&mut group, mine, &digest, Patience::Idle).unwrap_err().to_string();
+        assert!(message.contains("step 7") && message.contains("rank 1") && message.contains("page_hash"), "{message}");
+    }
+}

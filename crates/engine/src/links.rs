@@ -1,0 +1,188 @@
+//! The control plane of the server: the rank loop's links over ZeroMQ.
+
+use crate::control::{ControlError, Follower, Outgoing, Primary, Result, Wait};
+use lockstep_comm::link::{BroadcastReceiver, BroadcastSender, Context, Endpoint, LinkError, Receiver, Sender};
+use lockstep_wire::{Broadcast, ToApi, ToDetokenizer, ToScheduler};
+use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// Messages that may wait in a socket towards the detokenizer or the api; beyond it they wait in
+/// this process, so that a slow receiver never stops a step. What can pile up is bounded by the
+/// tokens that running requests may still generate.
+const QUEUE_LEN_MAX: i32 = 4096;
+
+/// Messages taken from the inbox in one step, so that a flood cannot hold up decoding.
+const MESSAGES_PER_STEP_MAX: usize = 256;
+
+/// How often an idle rank 0 offers again what a slow receiver did not take.
+const BACKLOG_PAUSE: Duration = Duration::from_millis(10);
+
+/// Names of a replica's links.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct RankLinks {
+    /// Requests to rank 0.
+    pub inbox: Endpoint,
+    /// Rank 0 to the other ranks.
+    pub broadcast: Endpoint,
+    /// Tokens to the detokenizer.
+    pub detokenizer: Endpoint,
+    /// Refusals and readiness to the api.
+    pub api: Endpoint,
+}
+
+impl From<LinkError> for ControlError {
+    fn from(error: LinkError) -> Self {
+        Self(error.to_string())
+    }
+}
+
+/// Rank 0's links.
+pub struct ZmqPrimary {
+    inbox: Receiver<ToScheduler>,
+    /// `None` in a replica of one rank: nobody listens.
+    bus: Option<BroadcastSender>,
+    detokenizer: Outbox<ToDetokenizer>,
+    api: Outbox<ToApi>,
+    start: Instant,
+}
+
+impl ZmqPrimary {
+    /// Binds the inbox and the broadcast, connects the rest, and waits until all `followers` have
+    /// subscribed, so that no broadcast can be lost.
+    pub fn open(context: &Context, links: &RankLinks, followers: usize, patience: Duration) -> Result<Self> {
+        let mut bus = None;
+        if followers > 0 {
+            let mut sender = BroadcastSender::bind(context, &links.broadcast, patience)?;
+            sender.wait_for_subscribers(followers, patience)?;
+            bus = Some(sender);
+        }
+        Ok(Self {
+            inbox: Receiver::bind(context, &links.inbox)?,
+            bus,
+            detokenizer: Outbox::connect(context, &links.detokenizer)?,
+            api: Outbox::connect(context, &links.api)?,
+            start: Instant::now(),
+        })
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.detokenizer.flush()?;
+        self.api.flush()
+    }
+
+    fn is_flushed(&self) -> bool {
+        self.detokenizer.waiting.is_empty() && self.api.waiting.is_empty()
+    }
+
+    /// Tells the api something outside a step (readiness).
+    pub fn tell_api(&mut self, message: ToApi) -> Result<()> {
+        self.api.push(message)
+    }
+
+    /// Tells the detokenizer to end and gives both receivers `patience` to take what is queued.
+    pub fn finish(mut self, patience: Duration) -> Result<()> {
+        self.detokenizer.push(ToDetokenizer::Shutdown)?;
+        self.detokenizer.drain(patience)?;
+        self.api.drain(patience)
+    }
+}
+
+impl Primary for ZmqPrimary {
+    fn now_ms(&self) -> u64 {
+        self.start.elapsed().as_millis() as u64
+    }
+
+    fn receive(&mut self, wait: Wait, into: &mut Vec<ToScheduler>) -> Result<()> {
+        self.flush()?;
+        while wait == Wait::UntilMessage && into.is_empty() {
+            // With results still waiting for a slow receiver, look after them from time to time.
+            let pause = (!self.is_flushed()).then_some(BACKLOG_PAUSE);
+            into.extend(self.inbox.recv(pause)?);
+            self.flush()?;
+        }
+        while into.len() < MESSAGES_PER_STEP_MAX {
+            let Some(message) = self.inbox.try_recv()? else { break };
+            into.push(message);
+        }
+        Ok(())
+    }
+
+    fn publish(&mut self, stamp_ms: u64, message: &ToScheduler) -> Result<()> {
+        match &mut self.bus {
+            Some(bus) => Ok(bus.send(stamp_ms, message)?),
+            None => Ok(()),
+        }
+    }
+
+    fn deliver(&mut self, out: Outgoing) -> Result<()> {
+        match out {
+            Outgoing::Begin(begins) => self.detokenizer.push(ToDetokenizer::Begin(begins)),
+            Outgoing::Step(tokens) => self.detokenizer.push(ToDetokenizer::Step(tokens)),
+            Outgoing::Refused(id, refusal) => self.api.push(ToApi::Refused { id, refusal }),
+            Outgoing::Info(info) => self.api.push(ToApi::EngineInfo(info)),
+        }
+    }
+}
+
+/// A sender that never waits: what the socket does not take now waits here, in order.
+struct Outbox<T> {
+    sender: Sender<T>,
+    waiting: VecDeque<T>,
+}
+
+impl<T: Serialize> Outbox<T> {
+    fn connect(context: &Context, endpoint: &Endpoint) -> Result<Self> {
+        Ok(Self { sender: Sender::connect(context, endpoint, QUEUE_LEN_MAX)?, waiting: VecDeque::new() })
+    }
+
+    fn push(&mut self, message: T) -> Result<()> {
+        self.flush()?;
+        if !self.waiting.is_empty() || !self.sender.try_send(&message)? {
+            self.waiting.push_back(message);
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        while let Some(message) = self.waiting.front() {
+            if !self.sender.try_send(message)? {
+                break;
+            }
+            self.waiting.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Sends everything that waits, at most for `patience` a message.
+    fn drain(&mut self, patience: Duration) -> Result<()> {
+        while let Some(message) = self.waiting.pop_front() {
+            self.sender.send(&message, patience)?;
+        }
+        Ok(())
+    }
+}
+
+/// The links of ranks 1...
+pub struct ZmqFollower {
+    bus: BroadcastReceiver,
+    patience: Duration,
+}
+
+impl ZmqFollower {
+    /// Subscribes to rank 0's broadcast.
+    pub fn open(context: &Context, links: &RankLinks, patience: Duration) -> Result<Self> {
+        Ok(Self { bus: BroadcastReceiver::connect(context, &links.broadcast)?, patience })
+    }
+}
+
+impl Follower for ZmqFollower {
+    fn take(&mut self) -> Result<Broadcast> {
+        self.bus.recv(Some(self.patience))?.ok_or_else(|| {
+            ControlError(format!(
+                "rank 0 announced a broadcast that did not arrive within {} ms; it is stopped or dead",
+                self.patience.as_millis()
+            ))
+        })
+    }
+}

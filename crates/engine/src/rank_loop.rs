@@ -1,0 +1,243 @@
+//! The main loop of every rank; the same code on the server and in the simulator.
+//!
+//! One step: (1) receive: rank 0 drains its queue, publishes, and the group agrees on the number
+//! of messages; (2) apply them to the scheduler; (3) plan; (4) launch, then read the previous
+//! step's tokens (or, without overlap, this step's); (5) send results outside (rank 0). The digest
+//! of each step rides the next agreement.
+//!
+//! **Invariant:** everything between two agreements depends only on messages, plans and tokens,
+//! which are equal on all ranks; `Role` is looked at only to move bytes.
+
+use crate::control::{Follower, Outgoing, Primary, Wait};
+use crate::exchange::{Announcement, Exchange};
+use crate::runner::Runner;
+use crate::{EngineError, Result};
+use lockstep_comm::group::{Patience, ProcessGroup};
+use lockstep_core::TokenId;
+use lockstep_scheduler::{Event, Request, Scheduler, StepPlan};
+use lockstep_wire::{Begin, EngineInfo, SubmitRequest, ToScheduler, TokenOut};
+use std::time::Duration;
+
+/// How a rank takes part in the control plane.
+pub enum Role<P, F> {
+    /// Rank 0 of the replica.
+    Primary(P),
+    /// Any other rank.
+    Follower(F),
+}
+
+/// Everything a rank's loop owns.
+pub struct RankLoop<P, F, R> {
+    role: Role<P, F>,
+    group: Box<dyn ProcessGroup>,
+    scheduler: Scheduler,
+    runner: R,
+    exchange: Exchange,
+    settings: LoopSettings,
+    /// Facts that do not change, completed with counters when asked.
+    info: EngineInfo,
+    state: LoopState,
+}
+
+/// Choices of the loop, equal on all ranks.
+#[derive(Clone, Copy, Debug)]
+pub struct LoopSettings {
+    /// Plan and launch step n+1 before step n's tokens are read.
+    pub overlap: bool,
+    /// How long to wait for a rank that should be working.
+    pub collective_timeout: Duration,
+}
+
+#[derive(Default)]
+struct LoopState {
+    inbox: Vec<ToScheduler>,
+    plan: StepPlan,
+    in_flight: usize,
+    tokens: Vec<TokenId>,
+    events: Vec<Event>,
+    stopping: bool,
+}
+
+impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
+    /// A loop that has not taken a step.
+    pub fn new(
+        role: Role<P, F>,
+        group: Box<dyn ProcessGroup>,
+        scheduler: Scheduler,
+        runner: R,
+        settings: LoopSettings,
+        info: EngineInfo,
+    ) -> Self {
+        let exchange = Exchange::new(group.size());
+        Self { role, group, scheduler, runner, exchange, settings, info, state: LoopState::default() }
+    }
+
+    /// Steps until a shutdown message has been applied and nothing is in flight.
+    pub fn run(&mut self) -> Result<()> {
+        while !self.state.stopping {
+            self.step()?;
+        }
+        while self.state.in_flight > 0 {
+            self.read_oldest()?;
+        }
+        Ok(())
+    }
+
+    /// Gives the links back after the loop has ended.
+    pub fn into_role(self) -> Role<P, F> {
+        self.role
+    }
+
+    /// The scheduler, for checks.
+    pub fn scheduler(&self) -> &Scheduler {
+        &self.scheduler
+    }
+
+    /// One step; see the module documentation. **Collective: all ranks of the replica.**
+    pub fn step(&mut self) -> Result<()> {
+        self.receive()?;
+        if self.state.stopping {
+            return Ok(());
+        }
+        let launched = self.plan_and_launch()?;
+        let keep = usize::from(self.settings.overlap && launched);
+        while self.state.in_flight > keep {
+            self.read_oldest()?;
+        }
+        self.send_results()
+    }
+
+    /// Messages of this step, the same on every rank, applied in order.
+    fn receive(&mut self) -> Result<()> {
+        let idle = !self.scheduler.has_work() && self.state.in_flight == 0;
+        let patience = if idle { Patience::Idle } else { Patience::Deadline(self.settings.collective_timeout) };
+        let mut inbox = std::mem::take(&mut self.state.inbox);
+        let mut stamp_ms = 0;
+        if let Role::Primary(primary) = &mut self.role {
+            primary.receive(if idle { Wait::UntilMessage } else { Wait::No }, &mut inbox)?;
+            stamp_ms = primary.now_ms();
+            inbox.iter().try_for_each(|message| primary.publish(stamp_ms, message))?;
+        }
+        let announced = Announcement { messages: inbox.len() as u32, stamp_ms };
+        let agreed = self.exchange.agree(&mut *self.group, announced, &self.scheduler.digest(), patience)?;
+        if let Role::Follower(follower) = &mut self.role {
+            for _ in 0..agreed.messages {
+                inbox.push(follower.take()?.message);
+            }
+        }
+        self.scheduler.advance(agreed.stamp_ms);
+        for message in inbox.drain(..) {
+            self.apply(message, agreed.stamp_ms)?;
+        }
+        self.state.inbox = inbox;
+        Ok(())
+    }
+
+    fn apply(&mut self, message: ToScheduler, stamp_ms: u64) -> Result<()> {
+        match message {
+            ToScheduler::Submit(request) => self.submit(*request, stamp_ms)?,
+            ToScheduler::Abort(id) => self.scheduler.abort(id),
+            ToScheduler::FlushCache => self.scheduler.flush_cache(),
+            ToScheduler::Info { query } => {
+                let info = self.info(query);
+                self.deliver(|| Outgoing::Info(Box::new(info)))?;
+            }
+            ToScheduler::Shutdown => self.state.stopping = true,
+        }
+        Ok(())
+    }
+
+    /// Every rank submits; only rank 0 tells the outside what came of it.
+    fn submit(&mut self, submitted: SubmitRequest, stamp_ms: u64) -> Result<()> {
+        let id = submitted.id;
+        let request = Request {
+            id,
+            prompt: submitted.prompt,
+            sampling: submitted.sampling,
+            cache_salt: submitted.cache_salt,
+            priority: submitted.priority,
+            deadline_ms: None,
+        };
+        match self.scheduler.submit(request, stamp_ms) {
+            Ok(()) => self.deliver(|| Outgoing::Begin(vec![Begin { id, text: submitted.text }])),
+            Err(refusal) => self.deliver(|| Outgoing::Refused(id, refusal)),
+        }
+    }
+
+    /// Whether a step was launched.
+    fn plan_and_launch(&mut self) -> Result<bool> {
+        if !self.scheduler.plan_into(&mut self.state.plan) {
+            return Ok(false);
+        }
+        self.runner.launch(&self.state.plan)?;
+        self.state.in_flight += 1;
+        Ok(true)
+    }
+
+    fn read_oldest(&mut self) -> Result<()> {
+        let step = self.runner.collect(&mut self.state.tokens)?;
+        self.state.in_flight -= 1;
+        self.scheduler.complete(step, &self.state.tokens);
+        Ok(())
+    }
+
+    fn send_results(&mut self) -> Result<()> {
+        let mut events = std::mem::take(&mut self.state.events);
+        self.scheduler.take_events(&mut events);
+        if !events.is_empty() {
+            self.deliver(|| Outgoing::Step(events.iter().map(token_out).collect()))?;
+        }
+        events.clear();
+        self.state.events = events;
+        Ok(())
+    }
+
+    /// Sends on rank 0, does nothing elsewhere.
+    fn deliver(&mut self, out: impl FnOnce() -> Outgoing) -> Result<()> {
+        match &mut self.role {
+            Role::Primary(primary) => primary.deliver(out()).map_err(EngineError::from),
+            Role::Follower(_) => Ok(()),
+        }
+    }
+
+    /// The state of this replica now.
+    pub fn info(&self, query: u64) -> EngineInfo {
+        let counters = self.scheduler.counters();
+        EngineInfo {
+            query,
+            pages_total: counters.pages_total,
+            pages_free: counters.pages_free,
+            pages_cached: counters.pages_cached,
+            pages_held: counters.pages_held,
+            waiting: counters.waiting,
+            running: counters.running,
+            steps: counters.steps,
+            ..self.info.clone()
+        }
+    }
+}
+
+/// What the detokenizer is told of one event.
+fn token_out(event: &Event) -> TokenOut {
+    let usage = |u: &lockstep_scheduler::Usage| lockstep_wire::Usage {
+        prompt_tokens: u.prompt_tokens,
+        cached_tokens: u.cached_tokens,
+        completion_tokens: u.completion_tokens,
+    };
+    match event {
+        Event::Token { id, token, is_eos, finish, usage: u } => TokenOut {
+            id: *id,
+            tokens: vec![*token],
+            finish: *finish,
+            ends_with_eos: *is_eos,
+            usage: usage(u),
+        },
+        Event::Finished { id, finish, usage: u } => TokenOut {
+            id: *id,
+            tokens: Vec::new(),
+            finish: Some(*finish),
+            ends_with_eos: false,
+            usage: usage(u),
+        },
+    }
+}

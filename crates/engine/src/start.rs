@@ -1,0 +1,231 @@
+//! From a [`RankConfig`] to a running rank loop: open, load, size the pool, agree, connect, serve.
+//!
+//! Every rank takes the same path; the barriers are where they wait for the slowest. While loading
+//! the wait has no deadline, because the launcher watches every process for death and aborts the
+//! group through its shared memory.
+
+use crate::config::RankConfig;
+use crate::links::{ZmqFollower, ZmqPrimary};
+use crate::memory::{self, Committed};
+use crate::rank_loop::{LoopSettings, RankLoop, Role};
+use crate::runner::{ModelRunner, Runner, RunnerParts};
+use crate::{EngineError, Result};
+use lockstep_backend::{Backend, KvLayout};
+use lockstep_comm::collective::Collective;
+use lockstep_comm::group::{Patience, ProcessGroup};
+use lockstep_comm::link::Context;
+use lockstep_core::shard::HeadShard;
+use lockstep_core::{ModelConfig, ParallelInfo};
+use lockstep_model::{Decoder, Loader, Progress, Workspace};
+use lockstep_scheduler::{CachePolicy, Scheduler, SchedulerConfig};
+use lockstep_weights::ModelFiles;
+use lockstep_wire::{EngineInfo, RankInfo, Ready, Role as WireRole, ToApi};
+use std::time::{Duration, Instant};
+
+/// How long the last results may take to leave after a shutdown.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// The CPU process group and the tensor collective of one rank.
+pub struct Groups {
+    /// All ranks of the replica.
+    pub replica: Box<dyn ProcessGroup>,
+    /// The TP group.
+    pub tensors: Box<dyn Collective>,
+}
+
+/// Runs one rank until it is told to stop. **Collective: all ranks of the replica.**
+///
+/// `on_progress` hears how many parts of the model are loaded.
+pub fn run<B: Backend>(config: &RankConfig, backend: B, mut groups: Groups, on_progress: Progress<'_>) -> Result<()> {
+    let started = Instant::now();
+    let files = ModelFiles::open(&config.model)?;
+    let model = files.config().clone();
+    let context_wanted = config.batching.context_max.unwrap_or(model.max_position).min(model.max_position);
+    let device = backend.describe();
+    let loaded = load(config, backend, &files, context_wanted, on_progress)?;
+    tracing::info!(
+        "loaded {} MiB of weights ({}) in {:.2} s",
+        loaded.weight_bytes >> 20,
+        files.source_label(),
+        started.elapsed().as_secs_f64()
+    );
+    let layout = kv_layout(&model, config.parallel, config.batching.page_size);
+    let committed = Committed { weight_bytes: loaded.weight_bytes, workspace_bytes: loaded.workspace_bytes };
+    let local_pages = memory::local_pages(config, layout, committed, context_wanted)?;
+    let (num_pages, warning) = memory::agree_on_pages(&mut *groups.replica, local_pages, Patience::Idle)?;
+    let layout = KvLayout { num_pages, ..layout };
+    let scheduler = scheduler(config, num_pages, context_wanted)?;
+    let rank = RankInfo {
+        rank: config.parallel.rank(),
+        pid: std::process::id(),
+        label: config.parallel.label(),
+        device,
+        weight_bytes: loaded.weight_bytes as u64,
+        kv_bytes: layout.pool_bytes() as u64,
+        resident_bytes_max: resident_bytes_max(),
+    };
+    let info = EngineInfo {
+        context_max: scheduler.context_max(),
+        page_size: layout.page_size,
+        pages_total: num_pages,
+        pages_free: num_pages,
+        ranks: gather_ranks(&mut *groups.replica, &rank)?,
+        notes: warning.into_iter().collect(),
+        ..EngineInfo::default()
+    };
+    let runner = loaded.into_runner(config, layout, groups.tensors, model.vocab_size)?;
+    serve(config, groups.replica, scheduler, runner, info)
+}
+
+/// A rank's weights and buffers.
+struct Loaded<B: Backend> {
+    backend: B,
+    decoder: Decoder<B>,
+    work: Workspace<B>,
+    weight_bytes: usize,
+    workspace_bytes: usize,
+}
+
+fn load<B: Backend>(
+    config: &RankConfig,
+    backend: B,
+    files: &ModelFiles,
+    context_max: usize,
+    on_progress: Progress<'_>,
+) -> Result<Loaded<B>> {
+    let (model, parallel) = (files.config(), config.parallel);
+    let limits = scheduler_config(config, 1, context_max);
+    let (tokens_max, rows_max) = (limits.step_tokens_max(), limits.step_rows_max());
+    let loader = Loader::new(files, &backend, parallel, config.dtype, on_progress);
+    let decoder = Decoder::load(&loader, context_max)?;
+    let weight_bytes = loader.packed_bytes() as usize;
+    if parallel.is_primary()
+        && let Some(report) = loader.unused_report()
+    {
+        tracing::warn!("{report}");
+    }
+    let work = Workspace::new(&backend, model, parallel, tokens_max, rows_max)?;
+    let workspace_bytes = Workspace::<B>::bytes(model, parallel, tokens_max, rows_max);
+    Ok(Loaded { decoder, work, weight_bytes, workspace_bytes, backend })
+}
+
+impl<B: Backend> Loaded<B> {
+    fn into_runner(
+        self,
+        config: &RankConfig,
+        layout: KvLayout,
+        collective: Box<dyn Collective>,
+        vocab_size: usize,
+    ) -> Result<ModelRunner<B>> {
+        let cache = self.backend.kv_cache(layout)?;
+        Ok(ModelRunner::new(RunnerParts {
+            backend: self.backend,
+            collective,
+            decoder: self.decoder,
+            cache,
+            work: self.work,
+            page_size: layout.page_size,
+            vocab_size,
+            eos_tokens: config.eos_tokens.clone(),
+        }))
+    }
+}
+
+/// Connects the control plane, tells the api that all ranks are ready, and loops.
+fn serve<R: Runner>(
+    config: &RankConfig,
+    mut group: Box<dyn ProcessGroup>,
+    scheduler: Scheduler,
+    runner: R,
+    info: EngineInfo,
+) -> Result<()> {
+    let context = Context::new();
+    let patience = Duration::from_millis(config.collective_timeout_ms);
+    let settings = LoopSettings { overlap: config.batching.overlap, collective_timeout: patience };
+    if config.parallel.is_primary() {
+        let mut links = ZmqPrimary::open(&context, &config.links, group.size() - 1, patience)?;
+        group.barrier(Patience::Idle)?;
+        let ready = Ready {
+            role: WireRole::Scheduler(config.parallel.rank()),
+            engine: Some(info.clone()),
+            chat_error: None,
+        };
+        links.tell_api(ToApi::Ready(Box::new(ready)))?;
+        let role: Role<ZmqPrimary, ZmqFollower> = Role::Primary(links);
+        let mut rank_loop = RankLoop::new(role, group, scheduler, runner, settings, info);
+        rank_loop.run()?;
+        match rank_loop.into_role() {
+            Role::Primary(links) => Ok(links.finish(FAREWELL)?),
+            Role::Follower(_) => Ok(()),
+        }
+    } else {
+        let links = ZmqFollower::open(&context, &config.links, patience)?;
+        group.barrier(Patience::Idle)?;
+        let role: Role<ZmqPrimary, ZmqFollower> = Role::Follower(links);
+        RankLoop::new(role, group, scheduler, runner, settings, info).run()
+    }
+}
+
+fn kv_layout(model: &ModelConfig, p: ParallelInfo, page_size: usize) -> KvLayout {
+    let heads = HeadShard::new(model.num_heads, model.num_kv_heads, p.tp_rank, p.tp_size);
+    KvLayout {
+        local_layers: model.num_layers,
+        local_kv_heads: heads.kv_heads.len(),
+        head_dim: model.head_dim,
+        page_size,
+        num_pages: 0,
+    }
+}
+
+fn scheduler_config(config: &RankConfig, num_pages: usize, context_max: usize) -> SchedulerConfig {
+    let batching = &config.batching;
+    SchedulerConfig {
+        page_size: batching.page_size,
+        num_pages,
+        max_running: batching.running_max,
+        token_budget: batching.chunk,
+        context_max,
+        cache: if batching.prefix_cache { CachePolicy::Radix } else { CachePolicy::None },
+        mixed: batching.mixed,
+        overlap: batching.overlap,
+        eos_tokens: config.eos_tokens.clone(),
+        waiting_max: batching.waiting_max,
+        ..SchedulerConfig::default()
+    }
+}
+
+fn scheduler(config: &RankConfig, num_pages: usize, context_max: usize) -> Result<Scheduler> {
+    let settings = scheduler_config(config, num_pages, context_max);
+    settings.validate().map_err(|e| EngineError::Memory(e.to_string()))?;
+    Ok(Scheduler::new(settings))
+}
+
+/// Every rank's facts, on every rank. **Collective: all ranks of the replica.**
+fn gather_ranks(group: &mut dyn ProcessGroup, mine: &RankInfo) -> Result<Vec<RankInfo>> {
+    let sent = lockstep_wire::encode(mine).map_err(|e| EngineError::Internal(e.to_string()))?;
+    let mut slot = vec![0u8; RANK_INFO_BYTES];
+    let Some(room) = slot.get_mut(4..4 + sent.len()) else {
+        return Err(EngineError::Internal(format!("rank facts take {} bytes", sent.len())));
+    };
+    room.copy_from_slice(&sent);
+    slot[..4].copy_from_slice(&(sent.len() as u32).to_le_bytes());
+    let mut all = vec![0u8; RANK_INFO_BYTES * group.size()];
+    group.all_gather(&slot, &mut all, Patience::Idle)?;
+    let decode = |slot: &[u8]| {
+        let len = u32::from_le_bytes([slot[0], slot[1], slot[2], slot[3]]) as usize;
+        lockstep_wire::decode(slot.get(4..4 + len).unwrap_or_default())
+            .map_err(|e| EngineError::Internal(e.to_string()))
+    };
+    all.chunks_exact(RANK_INFO_BYTES).map(decode).collect()
+}
+
+/// Room for one encoded [`RankInfo`].
+const RANK_INFO_BYTES: usize = 1024;
+
+/// Peak resident memory of this process in bytes, from the kernel's own count; 0 if unknown.
+fn resident_bytes_max() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|l| l.split_whitespace().next()).and_then(|n| n.parse::<u64>().ok());
+    kib.unwrap_or(0) * 1024
+}
