@@ -1,18 +1,7 @@
 //! Pool and tree together: accounting, duplicates, flush, `--cache none`.
 
 use super::*;
-
-/// Deterministic random numbers for tests.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 += 1;
-        let mut hash = crate::Hasher64::new(self.0);
-        hash.word(self.0);
-        (hash.finish() % n as u64) as usize
-    }
-}
+use crate::test_random::Random;
 
 /// A request: the tokens whose KV exists fill all pages of its table.
 struct User {
@@ -38,7 +27,10 @@ fn random_run(mut random: Random, mut kv: KvCache, ops: usize) {
         match random.below(8) {
             0..3 if users.len() < 8 => {
                 let len = 1 + random.below(6 * page_size);
-                let tokens: Vec<TokenId> = (0..len).map(|_| TokenId::from(random.below(6) == 0)).collect();
+                let tokens: Vec<TokenId> = {
+                    let kinds: Vec<usize> = (0..6).map(|_| random.below(4)).collect();
+                    (0..len).map(|at| TokenId::from(kinds[at / page_size] == 0)).collect()
+                };
                 let mut user = User { table: PageTable::new(), namespace: None, tokens };
                 let probe = kv.probe(&user.namespace, &user.tokens);
                 let cached_len = kv.attach(&user.namespace, &user.tokens, &mut user.table);

@@ -15,6 +15,8 @@ pub mod hash;
 pub mod pool;
 pub mod radix;
 pub mod table;
+#[cfg(test)]
+mod test_random;
 
 pub use cache::{KvCache, KvCounts};
 pub use hash::Hasher64;

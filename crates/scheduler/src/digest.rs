@@ -1,18 +1,19 @@
-//! The per-step fingerprint that ranks compare, and the hash it is made of.
+//! The per-step fingerprint that ranks compare.
 
 use lockstep_core::StepId;
 
 /// What a rank decided and saw, in four words. Ranks exchange it with the next message count; the first
 /// difference stops the server.
 ///
-/// `plan_hash` and `page_hash` describe the last planned step, `token_hash` the last completed one.
+/// `plan_hash` and `page_hash` describe the last planned step, `token_hash` all completed ones. The hash is
+/// [`lockstep_kvcache::Hasher64`], the same on every machine; maintaining it costs a few nanoseconds per row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepDigest {
     /// The last planned step.
     pub step: StepId,
-    /// Rows, inputs, queue lengths and pool counts of that step.
+    /// Rows and their inputs, everything submitted and aborted so far, queue lengths and pool counts.
     pub plan_hash: u64,
-    /// Page tables of that step's rows.
+    /// Page tables of that step's rows, each with the pages reserved for later chunks.
     pub page_hash: u64,
     /// Tokens of all steps completed so far, chained.
     pub token_hash: u64,
@@ -37,30 +38,16 @@ impl StepDigest {
     }
 }
 
-/// A 64-bit hash over words, the same on every machine and in every version of this crate's wire format.
-///
-/// Each word is folded with xor, a multiplication by the odd constant of splitmix64
-/// (Steele, Lea, Flood 2014) and a rotation. Order matters; nothing is random or secret.
-#[derive(Clone, Copy, Debug)]
-pub struct Hasher64(u64);
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-impl Hasher64 {
-    /// A hasher whose first input is `seed`.
-    pub const fn new(seed: u64) -> Self {
-        Self(0x9E37_79B9_7F4A_7C15 ^ seed)
-    }
-
-    /// Folds one word in.
-    #[inline]
-    pub const fn word(&mut self, word: u64) {
-        self.0 = (self.0 ^ word).wrapping_mul(0xBF58_476D_1CE4_E5B9).rotate_left(29);
-    }
-
-    /// The hash of all words so far.
-    #[inline]
-    pub const fn finish(self) -> u64 {
-        let mut x = self.0;
-        x = (x ^ (x >> 30)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        x ^ (x >> 31)
+    #[test]
+    fn the_first_difference_is_named_in_order() {
+        let a = StepDigest { step: 7, plan_hash: 1, page_hash: 2, token_hash: 3 };
+        assert_eq!(StepDigest::from_words(a.to_words()), a);
+        assert_eq!(a.first_difference(&a), None);
+        assert_eq!(a.first_difference(&StepDigest { page_hash: 0, token_hash: 0, ..a }), Some("page_hash"));
+        assert_eq!(a.first_difference(&StepDigest { step: 8, ..a }), Some("step"));
     }
 }

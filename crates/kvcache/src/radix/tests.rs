@@ -1,22 +1,10 @@
 //! The tree against a map from every cached prefix to its page.
 
 use super::{Namespace, PrefixLock, RadixCache};
-use crate::hash::Hasher64;
+use crate::test_random::Random;
 use lockstep_core::{PageId, TokenId};
 use std::collections::BTreeMap;
 use std::time::Instant;
-
-/// Deterministic random numbers for tests.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 += 1;
-        let mut hash = Hasher64::new(self.0);
-        hash.word(self.0);
-        (hash.finish() % n as u64) as usize
-    }
-}
 
 /// What the model knows of one cached page.
 struct ModelPage {
@@ -91,11 +79,20 @@ struct Run {
     model: Model,
     holds: Vec<Hold>,
     next_page: PageId,
+    /// Hit, duplicate and evicted pages, to see that the run tries all of them.
+    seen: [usize; 3],
 }
 
 impl Run {
+    /// Pages of few kinds, so that beginnings repeat; now and then one differs in its last token only.
     fn tokens(&mut self, len: usize) -> Vec<TokenId> {
-        (0..len).map(|_| TokenId::from(self.random.below(5) == 0)).collect()
+        let page_size = self.model.page_size;
+        let kinds: Vec<usize> = (0..len.div_ceil(page_size)).map(|_| self.random.below(16)).collect();
+        let token = |at: usize| {
+            let kind = kinds[at / page_size];
+            TokenId::from(kind < 4 || (kind < 6 && at % page_size == page_size - 1))
+        };
+        (0..len).map(token).collect()
     }
 
     fn namespace(&mut self) -> Namespace {
@@ -112,6 +109,7 @@ impl Run {
         let mut pages = Vec::new();
         let lock = self.tree.acquire(&namespace, &prompt, &mut pages);
         assert_eq!(pages, expected);
+        self.seen[0] += pages.len();
         assert_eq!(before - self.tree.unlocked_pages(), probe.unlocked_pages);
         assert_eq!(lock.as_ref().map_or(0, PrefixLock::pages), pages.len());
         if let Some(lock) = lock {
@@ -151,6 +149,7 @@ impl Run {
                 }
             }
         }
+        self.seen[1] += duplicates.len();
         assert_eq!((inserted.adopted_pages, &duplicates), (adopted, &expected_duplicates));
         self.model.change_locks(&namespace, &tokens, held..pages.len(), 1);
         self.holds.push(Hold { lock: inserted.lock, namespace, tokens, pages });
@@ -170,6 +169,7 @@ impl Run {
         let mut evicted = Vec::new();
         self.tree.evict(count, &mut evicted);
         assert_eq!(evicted.len(), count.min(unlocked));
+        self.seen[2] += evicted.len();
         evicted.into_iter().for_each(|page| self.model.evicted(page));
     }
 
@@ -195,6 +195,7 @@ fn a_hundred_thousand_operations_agree_with_the_model() {
             model: Model { page_size, pages: BTreeMap::new(), now: 0 },
             holds: Vec::new(),
             next_page: 0,
+            seen: [0; 3],
         };
         for op in 0..26_000 {
             run.model.now += 1;
@@ -212,6 +213,8 @@ fn a_hundred_thousand_operations_agree_with_the_model() {
                 run.check();
             }
         }
+        println!("hit, duplicate and evicted pages: {:?}", run.seen);
+        assert!(run.seen.iter().all(|&count| count > 1000));
         while !run.holds.is_empty() {
             run.release();
         }

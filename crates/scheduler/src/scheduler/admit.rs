@@ -1,0 +1,216 @@
+//! From waiting to running.
+//!
+//! A request is admitted when its tokens fit beside what the running ones are expected to need. Pages for
+//! all its present tokens are taken at once, so a prefill that has begun never waits for pages.
+
+use super::Scheduler;
+use super::step::Draft;
+use crate::config::QueueOrder;
+use crate::entry::{Entry, Slot};
+use lockstep_kvcache::common_len;
+use std::cmp::Reverse;
+
+/// Waiting requests looked at per step, at most.
+const SCAN_MAX: usize = 64;
+
+/// How many tokens running requests are expected to generate still: a share of what they may.
+///
+/// The share adapts as in SGLang's `new_token_ratio`, in integers so that ranks cannot differ: it shrinks a
+/// little with every decode step and grows with every retraction.
+#[derive(Debug)]
+pub(super) struct GrowthEstimate {
+    /// Share in units of 1/[`GrowthEstimate::ONE`].
+    share: usize,
+}
+
+impl Default for GrowthEstimate {
+    fn default() -> Self {
+        Self { share: Self::ONE / 2 }
+    }
+}
+
+impl GrowthEstimate {
+    const ONE: usize = 1024;
+    const SHARE_MIN: usize = Self::ONE / 10;
+    const RETRACTION_STEP: usize = Self::ONE / 4;
+    /// More tokens than this are not expected of anybody.
+    const TOKENS_MAX: usize = 512;
+
+    pub fn decode_step_planned(&mut self) {
+        self.share = (self.share - 1).max(Self::SHARE_MIN);
+    }
+
+    pub fn retracted(&mut self) {
+        self.share = (self.share + Self::RETRACTION_STEP).min(Self::ONE);
+    }
+
+    /// Pages to keep for the growth of one request.
+    fn pages(&self, entry: &Entry, page_size: usize) -> usize {
+        let tokens = (entry.len_max - entry.tokens.len()).min(Self::TOKENS_MAX);
+        (tokens * self.share).div_ceil(Self::ONE * page_size)
+    }
+}
+
+/// Whether a waiting request may start now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    Admit,
+    /// A running request is computing a prefix of it.
+    AwaitPrefix,
+    /// Too few pages are available.
+    NoPages,
+}
+
+impl Scheduler {
+    /// Admits requests while `room` tokens of prefill, pages and places are left, and plans their
+    /// first chunks. A request that does not fit is passed over, within the bound of `queue`.
+    pub(super) fn admit(&mut self, draft: &mut Draft<'_>, mut room: usize) {
+        if room == 0 || self.queue.len() == 0 || self.running.len() >= self.config.max_running {
+            return;
+        }
+        let mut candidates = std::mem::take(&mut self.scratch.candidates);
+        self.list_candidates(&mut candidates);
+        let mut reserved = self.reserved_pages();
+        for slot in candidates.drain(..) {
+            if room == 0 || self.running.len() >= self.config.max_running {
+                break;
+            }
+            if self.judge(slot, reserved) == Verdict::Admit {
+                self.start(slot);
+                self.scratch.prefilling.push(slot);
+                reserved += self.growth.pages(&self.entries[slot], self.config.page_size);
+                room -= self.push_prefill(draft, slot, room);
+                if self.queue.aged().is_some() {
+                    break;
+                }
+            }
+        }
+        candidates.clear();
+        self.scratch.candidates = candidates;
+    }
+
+    /// Whom to consider, in order.
+    fn list_candidates(&mut self, candidates: &mut Vec<Slot>) {
+        candidates.clear();
+        if let Some(slot) = self.queue.aged() {
+            candidates.push(slot);
+            return;
+        }
+        candidates.extend(self.queue.iter().map(|(slot, _)| slot).take(SCAN_MAX));
+        if self.config.queue_order == QueueOrder::LongestPrefix {
+            candidates.iter().for_each(|&slot| self.refresh_hit(slot));
+            let entries = &self.entries;
+            candidates.sort_unstable_by_key(|&slot| {
+                let entry = &entries[slot];
+                let is_new = entry.cached_tokens.is_none();
+                (Reverse(entry.priority), is_new, Reverse(entry.hit_pages), entry.arrival)
+            });
+        }
+    }
+
+    /// Pages kept back for the running requests.
+    fn reserved_pages(&self) -> usize {
+        let page_size = self.config.page_size;
+        self.running.iter().map(|&slot| self.growth.pages(&self.entries[slot], page_size)).sum()
+    }
+
+    fn judge(&mut self, slot: Slot, reserved: usize) -> Verdict {
+        self.refresh_hit(slot);
+        let entry = &self.entries[slot];
+        let pages = entry.tokens.len().div_ceil(self.config.page_size);
+        // The only running request needs no reserve: alone, it fits.
+        let reserve = match self.running.is_empty() {
+            true => 0,
+            false => reserved + self.growth.pages(entry, self.config.page_size),
+        };
+        if pages - entry.hit_pages.min(pages) + reserve > self.kv.available() {
+            return Verdict::NoPages;
+        }
+        if self.queue.aged() != Some(slot) && self.awaits_prefix(slot) {
+            return Verdict::AwaitPrefix;
+        }
+        // Exact: the hit may have shrunk, and locking its unlocked pages makes them unavailable.
+        let probe = self.kv.probe(&self.entries[slot].namespace, &self.entries[slot].tokens);
+        self.entries[slot].hit_pages = probe.pages;
+        if pages - probe.pages + probe.unlocked_pages + reserve > self.kv.available() {
+            return Verdict::NoPages;
+        }
+        Verdict::Admit
+    }
+
+    /// Looks the prefix up again if the tree has grown since the last time.
+    fn refresh_hit(&mut self, slot: Slot) {
+        let epoch = self.kv.epoch();
+        let entry = &mut self.entries[slot];
+        if entry.hit_epoch != Some(epoch) {
+            entry.hit_pages = self.kv.probe(&entry.namespace, &entry.tokens).pages;
+            entry.hit_epoch = Some(epoch);
+        }
+    }
+
+    /// Whether a waiting request should let a running one compute their common prefix.
+    ///
+    /// Costs are prefill tokens that pass before the prefix is there: waiting costs what is ahead of the owner
+    /// plus the owner's part; computing costs what is ahead of the request plus what the cache lacks. Only running
+    /// requests own prefixes and those never wait, so waits cannot form a circle; an owner that ends or is
+    /// retracted is no owner any more, and the next step decides anew.
+    fn awaits_prefix(&mut self, slot: Slot) -> bool {
+        let key = Some((self.prefill_epoch, self.kv.epoch()));
+        let entry = &self.entries[slot];
+        if entry.wait_key == key {
+            return entry.awaits_prefix;
+        }
+        let awaits = self.kv.caches_prefixes() && self.finds_owner(entry);
+        if awaits && !entry.awaits_prefix {
+            self.totals.prefix_waits += 1;
+        }
+        let entry = &mut self.entries[slot];
+        (entry.wait_key, entry.awaits_prefix) = (key, awaits);
+        awaits
+    }
+
+    fn finds_owner(&self, entry: &Entry) -> bool {
+        let page_size = self.config.page_size;
+        let cached = entry.hit_pages * page_size;
+        let usable = &entry.tokens[..entry.tokens.len() - 1];
+        let prefilling = || self.scratch.prefilling.iter().map(|&slot| &self.entries[slot]);
+        let ahead: usize = prefilling()
+            .filter(|other| other.precedence() < entry.precedence())
+            .map(Entry::prefill_remaining)
+            .sum();
+        let mut ahead_of_owner = 0;
+        for owner in prefilling() {
+            if owner.namespace == entry.namespace {
+                let common = common_len(&owner.tokens[..owner.prefill_end], usable);
+                let shared = common / page_size * page_size;
+                let waiting_cost = ahead_of_owner + shared.saturating_sub(owner.computed);
+                if shared > cached && waiting_cost <= ahead + shared - cached {
+                    return true;
+                }
+            }
+            ahead_of_owner += owner.prefill_remaining();
+        }
+        false
+    }
+
+    /// Takes the cached prefix and all pages of the present tokens.
+    fn start(&mut self, slot: Slot) {
+        let entry = &mut self.entries[slot];
+        self.queue.admit(entry.precedence());
+        let cached = self.kv.attach(&entry.namespace, &entry.tokens, &mut entry.table);
+        let pages = entry.tokens.len().div_ceil(self.config.page_size);
+        assert!(
+            self.kv.grow(&mut entry.table, pages),
+            "invariant: judge() made sure that the pages are available"
+        );
+        entry.computed = cached;
+        entry.completed = cached;
+        entry.prefill_end = entry.tokens.len();
+        if entry.cached_tokens.is_none() {
+            entry.cached_tokens = Some(cached);
+            self.totals.prompt_tokens += entry.prompt_len as u64;
+            self.totals.hit_tokens += cached as u64;
+        }
+        self.enter_running(slot);
+    }
+}

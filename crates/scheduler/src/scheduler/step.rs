@@ -1,0 +1,212 @@
+//! Planning one step: decode rows first, then prefill chunks by precedence, then admissions.
+
+use super::{Launched, LaunchedRow, Scheduler};
+use crate::config::{SchedulerConfig, StepOrder};
+use crate::entry::Slot;
+use crate::plan::{PlanRow, RowInput, StepPlan};
+use lockstep_core::StepId;
+use lockstep_kvcache::Hasher64;
+
+/// The step being planned.
+pub(super) struct Draft<'a> {
+    step: StepId,
+    plan: &'a mut StepPlan,
+    launched: Launched,
+    samples: u32,
+}
+
+/// Which kind of step was planned how often in a row while the other kind waited (`mixed == false`).
+#[derive(Debug, Default)]
+pub(super) struct Turns {
+    prefill_run: u32,
+    decode_run: u32,
+}
+
+/// What making room for decode rows came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Room {
+    /// Every request that can decode has a page for its next token.
+    Ready,
+    /// Likewise, after putting some requests back into the queue: nothing is admitted in this step.
+    Retracted,
+    /// A request must be retracted, but a launched step uses its pages: complete that first.
+    MustDrain,
+}
+
+impl Scheduler {
+    /// [`plan_into`](Self::plan_into) with a fresh plan.
+    pub fn plan(&mut self) -> Option<StepPlan> {
+        let mut plan = StepPlan::new();
+        self.plan_into(&mut plan).then_some(plan)
+    }
+
+    /// Plans the next step into `plan` (its old content is dropped) and counts it as launched: it must be
+    /// completed. With `overlap` it may be called while one earlier step has not completed.
+    ///
+    /// False, with an empty plan, when nothing can run now: complete a launched step if there is one, else
+    /// there is no work.
+    pub fn plan_into(&mut self, plan: &mut StepPlan) -> bool {
+        plan.clear(self.next_step);
+        if self.launched.len() > usize::from(self.config.overlap) {
+            return false;
+        }
+        let launched = self.spare.pop().unwrap_or_default();
+        let mut draft = Draft { step: self.next_step, plan, launched, samples: 0 };
+        self.scratch.prefilling.clear();
+        if self.config.mixed {
+            self.fill_mixed(&mut draft);
+        } else {
+            self.fill_one_kind(&mut draft);
+        }
+        if draft.plan.rows.is_empty() {
+            self.spare.push(draft.launched);
+            return false;
+        }
+        self.launch(draft);
+        true
+    }
+
+    fn fill_mixed(&mut self, draft: &mut Draft<'_>) {
+        let room = self.make_room_for_decodes();
+        if room == Room::MustDrain {
+            return;
+        }
+        self.push_decodes(draft);
+        let budget = self.config.token_budget;
+        let left = budget.saturating_sub(draft.plan.rows.len()).max(budget.div_ceil(2));
+        self.push_prefills(draft, left, room == Room::Ready);
+    }
+
+    /// Either kind alone; when the preferred one has nothing to do, the other.
+    fn fill_one_kind(&mut self, draft: &mut Draft<'_>) {
+        let has_decode = self.running.iter().any(|&slot| self.entries[slot].can_decode());
+        let decode_first = match self.config.step_order {
+            StepOrder::PrefillFirst => self.turns.prefill_run >= SchedulerConfig::PREFILL_RUN_MAX,
+            StepOrder::DecodeFirst => self.turns.decode_run < SchedulerConfig::DECODE_RUN_MAX,
+        };
+        if !(has_decode && decode_first) {
+            self.push_prefills(draft, self.config.token_budget, true);
+            if !draft.plan.rows.is_empty() {
+                self.turns =
+                    Turns { prefill_run: self.turns.prefill_run + u32::from(has_decode), decode_run: 0 };
+                return;
+            }
+        }
+        let room = self.make_room_for_decodes();
+        if room == Room::MustDrain {
+            return;
+        }
+        self.push_decodes(draft);
+        if draft.plan.rows.is_empty() {
+            // All that could decode were retracted in favour of a prefill.
+            self.push_prefills(draft, self.config.token_budget, room == Room::Ready);
+        } else {
+            self.turns = Turns { prefill_run: 0, decode_run: self.turns.decode_run.saturating_add(1) };
+        }
+    }
+
+    fn push_decodes(&mut self, draft: &mut Draft<'_>) {
+        for at in 0..self.running.len() {
+            let slot = self.running[at];
+            if self.entries[slot].can_decode() {
+                self.push_row(draft, slot, 1);
+            }
+        }
+        if !draft.plan.rows.is_empty() {
+            self.growth.decode_step_planned();
+        }
+    }
+
+    /// Chunks of the running requests, then of new ones if `may_admit`; `room` tokens in all.
+    fn push_prefills(&mut self, draft: &mut Draft<'_>, mut room: usize, may_admit: bool) {
+        self.scratch.prefilling.clear();
+        for at in 0..self.running.len() {
+            let slot = self.running[at];
+            if self.entries[slot].is_prefilling() {
+                self.scratch.prefilling.push(slot);
+                room -= self.push_prefill(draft, slot, room);
+            }
+        }
+        if may_admit {
+            self.admit(draft, room);
+        }
+    }
+
+    /// Plans the next chunk of one request; returns its tokens, possibly 0.
+    pub(super) fn push_prefill(&mut self, draft: &mut Draft<'_>, slot: Slot, room: usize) -> usize {
+        let count = self.entries[slot].prefill_remaining().min(room);
+        if count > 0 {
+            self.push_row(draft, slot, count);
+        }
+        count
+    }
+
+    /// Adds a row of `count` tokens; the request's table has the pages.
+    fn push_row(&mut self, draft: &mut Draft<'_>, slot: Slot, count: usize) {
+        let entry = &mut self.entries[slot];
+        let (start, end) = (entry.computed, entry.computed + count);
+        let page_count = end.div_ceil(self.config.page_size);
+        let samples = end >= entry.prefill_end;
+        let plan = &mut *draft.plan;
+        plan.rows.push(PlanRow {
+            id: entry.id,
+            first_token: plan.token_ids.len() as u32,
+            token_count: count as u32,
+            start_position: start as u32,
+            first_page: plan.pages.len() as u32,
+            page_count: page_count as u32,
+            input: match entry.pending {
+                Some((step, sample_index)) => RowInput::SampledBy { step, sample_index },
+                None => RowInput::Known,
+            },
+            samples,
+            output_index: if samples { (end - entry.prompt_len) as u32 } else { 0 },
+            sampling: entry.sampling.clone(),
+        });
+        match entry.pending {
+            Some(_) => plan.token_ids.push(StepPlan::PLACEHOLDER),
+            None => plan.token_ids.extend_from_slice(&entry.tokens[start..end]),
+        }
+        plan.pages.extend_from_slice(&entry.table.pages()[..page_count]);
+        entry.computed = end;
+        entry.launched += 1;
+        if samples {
+            entry.pending = Some((draft.step, draft.samples));
+            draft.samples += 1;
+        }
+        draft.launched.rows.push(LaunchedRow { slot, end, samples });
+        self.totals.computed_tokens += count as u64;
+    }
+
+    fn launch(&mut self, mut draft: Draft<'_>) {
+        self.digest.step = draft.step;
+        self.digest.plan_hash = self.plan_hash(draft.plan);
+        let mut pages = Hasher64::new(draft.step);
+        for row in &draft.launched.rows {
+            pages.word(self.entries[row.slot].table.fingerprint());
+        }
+        self.digest.page_hash = pages.finish();
+        draft.launched.step = draft.step;
+        self.launched.push_back(draft.launched);
+        self.next_step += 1;
+    }
+
+    fn plan_hash(&self, plan: &StepPlan) -> u64 {
+        let mut hash = self.inputs_hash;
+        hash.word(plan.step);
+        for row in &plan.rows {
+            hash.word(row.id.0);
+            hash.word(u64::from(row.start_position) << 32 | u64::from(row.token_count));
+            hash.word(u64::from(row.output_index) << 1 | u64::from(row.samples));
+            if let RowInput::SampledBy { step, sample_index } = row.input {
+                hash.word(step);
+                hash.word(u64::from(sample_index));
+            }
+        }
+        let pages = self.kv.counts();
+        for count in [self.queue.len(), self.running.len(), pages.free, pages.cached] {
+            hash.word(count as u64);
+        }
+        hash.finish()
+    }
+}
