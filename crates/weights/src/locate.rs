@@ -17,12 +17,9 @@ fn open_file(path: &Path) -> Result<Opened, WeightsError> {
     let mut head = Vec::new();
     let file = File::open(path).map_err(|source| WeightsError::io(path, source))?;
     file.take(256).read_to_end(&mut head).map_err(|source| WeightsError::io(path, source))?;
-    if head.starts_with(gguf::header::MAGIC) {
-        return gguf::open::open(path);
-    }
     refuse_stand_in(&head).map_err(|fault| fault.at(path))?;
-    if has_extension(path, "gguf") {
-        return Err(Fault::new("first four bytes", "GGUF", shown(&head)).at(path));
+    if head.starts_with(gguf::header::MAGIC) || has_extension(path, "gguf") {
+        return gguf::open::open(path);
     }
     let reason = if has_extension(path, "safetensors") {
         "is a single weight file; name the folder that holds it with its config.json"
@@ -79,14 +76,10 @@ pub(crate) fn refuse_stand_in(head: &[u8]) -> Result<(), Fault> {
         return Err(Fault::new("content", expected, "a git-lfs pointer (run `git lfs pull` in a clone)"));
     }
     if head.trim_ascii_start().starts_with(b"<") {
-        return Err(Fault::new("content", "weights", format!("a web page or XML: {}", shown(head))));
+        let start = String::from_utf8_lossy(&head[..head.len().min(16)]);
+        return Err(Fault::new("content", "weights", format!("a web page or XML: {start:?}")));
     }
     Ok(())
-}
-
-/// The start of a file for a message.
-fn shown(head: &[u8]) -> String {
-    format!("{:?} ({} bytes)", String::from_utf8_lossy(&head[..head.len().min(16)]), head.len())
 }
 
 fn has_extension(path: &Path, extension: &str) -> bool {

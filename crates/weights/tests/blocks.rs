@@ -1,0 +1,88 @@
+//! Unpacked blocks against golden data of the `gguf` Python package (`data/make_blocks.py`).
+
+mod common;
+
+use common::{Folder, Gguf};
+use lockstep_core::DType;
+use lockstep_weights::{ModelFiles, StorageKind};
+
+/// Kind and ggml's number for it.
+const KINDS: [(StorageKind, u32); 8] = [
+    (StorageKind::F32, 0),
+    (StorageKind::F16, 1),
+    (StorageKind::Bf16, 30),
+    (StorageKind::Q4_1, 3),
+    (StorageKind::Q5_0, 6),
+    (StorageKind::Q8_0, 8),
+    (StorageKind::Q4K, 12),
+    (StorageKind::Q6K, 14),
+];
+const VECTOR: &str = "model.norm.weight";
+const MATRIX: &str = "model.layers.0.mlp.up_proj.weight";
+
+/// Stored blocks and the values they unpack to.
+fn golden(kind: StorageKind) -> (Vec<u8>, Vec<f32>) {
+    let golden: serde_json::Value = serde_json::from_str(include_str!("data/blocks.json")).unwrap();
+    let field = |field: &str| -> Vec<u8> {
+        let text = golden[kind.name()][field].as_str().unwrap();
+        text.as_bytes()
+            .chunks(2)
+            .map(|pair| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap())
+            .collect()
+    };
+    let values = field("f32").as_chunks::<4>().0.iter().map(|b| f32::from_be_bytes(*b)).collect();
+    (field("blocks"), values)
+}
+
+/// A file that holds the four blocks as a vector and, twice, as a matrix of two rows a time.
+fn open(kind: StorageKind, number: u32) -> (ModelFiles, Vec<f32>) {
+    let (blocks, values) = golden(kind);
+    let n = values.len() as u64;
+    let gguf = Gguf::model("qwen2").tensor("output_norm.weight", &[n], number, blocks.clone()).tensor(
+        "blk.0.ffn_up.weight",
+        &[4, n / 2],
+        number,
+        [blocks.clone(), blocks].concat(),
+    );
+    let folder = Folder::new();
+    (ModelFiles::open(&folder.write("blocks.gguf", gguf.bytes())).unwrap(), values)
+}
+
+#[test]
+fn vectors_unpack_bit_for_bit() {
+    for (kind, number) in KINDS {
+        let (files, expected) = open(kind, number);
+        let got = files.read_vector(VECTOR, 0..expected.len()).unwrap();
+        let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&got), bits(&expected), "{kind}");
+    }
+}
+
+#[test]
+fn any_rows_and_columns_of_a_matrix_are_the_same_elements() {
+    for (kind, number) in KINDS {
+        let (files, values) = open(kind, number);
+        let cols = values.len() / 2;
+        let element = |row: usize, col: usize| values[(row % 2) * cols + col];
+        let encode = |value: f32| match kind {
+            StorageKind::F32 => value.to_le_bytes().to_vec(),
+            StorageKind::F16 => half::f16::from_f32(value).to_le_bytes().to_vec(),
+            _ => half::bf16::from_f32(value).to_le_bytes().to_vec(),
+        };
+        let bounds = [0, 1, cols / 3, cols / 2, cols - 1, cols];
+        let mut out = Vec::new();
+        for (from, to) in bounds.iter().flat_map(|f| bounds.map(|t| (*f, t))).filter(|(f, t)| f <= t) {
+            for rows in [0..4, 1..3, 2..2] {
+                let dtype = files.read_rows(MATRIX, rows.clone(), from..to, &mut out).unwrap();
+                assert_eq!(Some(dtype), files.dtype_of(MATRIX));
+                assert!(!kind.is_quantised() || dtype == DType::Bf16);
+                let expected: Vec<u8> = rows
+                    .clone()
+                    .flat_map(|r| (from..to).map(move |c| (r, c)))
+                    .flat_map(|(r, c)| encode(element(r, c)))
+                    .collect();
+                assert_eq!(out, expected, "{kind} rows {rows:?} columns {from}..{to}");
+            }
+        }
+    }
+}
