@@ -31,6 +31,36 @@ pub enum CollectiveError {
         /// How long.
         waited_ms: u64,
     },
+    /// Two ranks are in different operations, or in the same one with different sizes.
+    #[error("rank {rank} is in {mine} (operation {sequence}) but rank {peer} is in {theirs}; the ranks no longer agree on the step")]
+    Mismatch {
+        /// This rank.
+        rank: usize,
+        /// The rank that disagrees.
+        peer: usize,
+        /// Count of operations since start.
+        sequence: u64,
+        /// What this rank does.
+        mine: String,
+        /// What the other rank does.
+        theirs: String,
+    },
+    /// Arguments that no rank may pass.
+    #[error("rank {rank} cannot {operation}: {problem}")]
+    Invalid {
+        /// This rank.
+        rank: usize,
+        /// What was asked.
+        operation: &'static str,
+        /// What is wrong, and the limit.
+        problem: String,
+    },
+    /// The shared memory cannot be made or is not what was expected.
+    #[error("shared memory of the rank group: {problem}")]
+    Region {
+        /// What is wrong.
+        problem: String,
+    },
 }
 
 use lockstep_core::DType;

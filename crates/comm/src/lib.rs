@@ -1,6 +1,26 @@
-//! Everything that moves bytes between processes: ZeroMQ links, the CPU process group and the
-//! tensor collectives.
+//! Everything that moves bytes between the processes of one server.
+//!
+//! | module | plane | what |
+//! |---|---|---|
+//! | [`link`] | control | ZeroMQ sockets typed by message: PUSH/PULL queues and rank 0's broadcast |
+//! | [`group`] | control | [`ProcessGroup`]: barrier, gather and broadcast of small things among ranks |
+//! | [`collective`] | data | [`Collective`]: sums and gathers of tensors; [`OneRank`] is the identity |
+//! | [`shm`] | both | `ProcessGroup` and `Collective` over shared memory, for ranks of one host |
+//! | [`bench`] | – | latencies of the above, for `lockstep bench comm` |
+//!
+//! **Invariants:** no wait is unbounded unless it says so ([`Patience::Idle`]); every wait ends on
+//! an abort; nothing that a dead process leaves behind survives it; bytes from another process are
+//! checked before they are believed.
+//!
+//! Reading order: [`collective`] and [`group`] (the contracts), [`shm`], [`link`].
 
+pub mod bench;
 pub mod collective;
 pub mod group;
 pub mod link;
+pub mod shm;
+
+pub use collective::{Collective, CollectiveError, OneRank, StreamHandle};
+pub use group::{Patience, ProcessGroup};
+pub use link::{AsyncReceiver, BroadcastReceiver, BroadcastSender, Context, Endpoint, LinkError, Receiver, Sender};
+pub use shm::{AbortHandle, ProgressReader, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions};

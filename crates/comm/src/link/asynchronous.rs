@@ -27,8 +27,10 @@ impl<T: DeserializeOwned> AsyncReceiver<T> {
     /// Registers `receiver` with the current tokio runtime. Panics outside of one.
     pub fn new(receiver: Receiver<T>) -> Result<Self> {
         let fd = SignalFd(receiver.signal_fd()?);
-        let signal = AsyncFd::with_interest(fd, Interest::READABLE)
-            .map_err(|e| Self::failure(&receiver, e))?;
+        // SAFETY: the descriptor stays open and the same for as long as the socket, and fields drop
+        // in order: `signal` deregisters it before `receiver` closes the socket.
+        let registered = unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) };
+        let signal = registered.map_err(|e| Self::failure(&receiver, e.into()))?;
         Ok(Self { signal, receiver })
     }
 

@@ -1,0 +1,54 @@
+//! Process group and collectives over one piece of shared memory, for ranks of one host.
+//!
+//! The launcher makes one memfd per rank group ([`SharedRegion::create`]) and hands it to the ranks
+//! as an inherited descriptor; each rank maps it ([`SharedRegion::map`]) and builds a [`ShmGroup`]
+//! and a [`ShmCollective`] on it, which may be used side by side from two threads. The launcher and
+//! a watchdog keep an [`AbortHandle`] and a [`ProgressReader`]. The memory has no name, so nothing
+//! is left behind when the last process ends, however it ends.
+//!
+//! **Protocol.** Every rank has a *stage* counter in its own cache line. An operation is one or two
+//! stages: write to the own slot, publish the stage, wait until the others have published it, read
+//! their slots. Slots are double-buffered, and every stage waits for *every* rank, so a rank can
+//! be at most one stage ahead of the slowest: when it writes a buffer again, two pieces later, all
+//! ranks have published a stage of the piece between, hence finished reading (`channel`).
+//!
+//! **Memory ordering.** The stage is published with SeqCst and awaited with Acquire: whatever a rank
+//! wrote to its slot before publishing is visible to whoever saw the stage. SeqCst instead of
+//! Release is for the sleeper count, see `wait`.
+//!
+//! **Determinism.** A sum is the binary tree `((r0+r1)+(r2+r3))+...` over ranks whatever the size of
+//! the payload, so results are bit-equal on all ranks and do not depend on which algorithm ran
+//! (`sum`).
+//!
+//! **Waiting.** A few microseconds of polling, then yielding, then a futex; no core burns while a
+//! rank is idle or ranks outnumber cores. Every wait looks at the abort word.
+//!
+//! **Failure.** A rank that gives up (deadline, disagreement) aborts the whole group with its error
+//! as the cause, so that every rank ends with the first cause and not with its own time-out.
+//! Counts and dtypes are published next to the stage and compared; they are never used as lengths.
+//!
+//! Reading order: `layout`, `region`, `wait`, `channel`, `sum`, `group`, `collective`, `pair`,
+//! `abort`, `progress`. The idea of one- and two-shot all-reduce over peer memory is from
+//! TensorRT-LLM's and vLLM's custom all-reduce; theirs sums in rank order, ours in tree order.
+
+mod abort;
+mod channel;
+mod collective;
+mod group;
+mod layout;
+mod pair;
+mod progress;
+mod region;
+mod sum;
+mod wait;
+
+pub use abort::{ABORT_CAUSE_BYTES_MAX, AbortHandle};
+pub use collective::{ONE_SHOT_BYTES_MAX, ShmCollective};
+pub use group::{GROUP_PAYLOAD_BYTES_MAX, ShmGroup};
+pub use layout::ShmLayout;
+pub use progress::{Operation, Progress, ProgressReader, RankProgress};
+pub use region::SharedRegion;
+pub use wait::ShmOptions;
+
+#[cfg(test)]
+mod tests;

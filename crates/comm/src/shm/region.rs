@@ -1,0 +1,170 @@
+//! The mapped memory itself, and the only place that turns offsets into addresses.
+
+use super::layout::{ABORT_STATE, LINE, Lane, ShmLayout};
+use crate::collective::{CollectiveError, Result};
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// "LOCKSTEP" in ASCII.
+const MAGIC: u64 = u64::from_be_bytes(*b"LOCKSTEP");
+/// Raised whenever the layout or the protocol changes.
+const VERSION: u32 = 1;
+
+const HEADER_MAGIC: usize = 0;
+const HEADER_VERSION: usize = 8;
+const HEADER_SIZE: usize = 12;
+const HEADER_SLOT_BYTES: usize = 16;
+
+/// The shared memory of one rank group, mapped into this process.
+#[derive(Debug)]
+pub struct SharedRegion {
+    base: NonNull<u8>,
+    layout: ShmLayout,
+}
+
+// SAFETY: the mapping belongs to the value, not to a thread; it is only reached through atomics and
+// through raw pointers whose users follow the protocol of `channel` and `pair`.
+unsafe impl Send for SharedRegion {}
+// SAFETY: as above.
+unsafe impl Sync for SharedRegion {}
+
+impl Drop for SharedRegion {
+    fn drop(&mut self) {
+        // SAFETY: exactly the range that `map` mapped; nothing borrows from it any more.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.layout.total_bytes()) };
+    }
+}
+
+impl SharedRegion {
+    /// Makes zeroed memory without a name, sealed against shrinking, with a header that describes
+    /// it. **Called once per rank group, by the launcher.**
+    ///
+    /// The descriptor is close-on-exec; whoever starts the ranks passes it on deliberately.
+    pub fn create(layout: ShmLayout) -> Result<OwnedFd> {
+        let name = c"lockstep-rank-group";
+        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .map_err(|e| region_error("cannot be created", e))?;
+        rustix::fs::ftruncate(&fd, layout.total_bytes() as u64)
+            .map_err(|e| region_error("cannot be sized", e))?;
+        // A file cut short would kill every rank that touches it with SIGBUS.
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+            .map_err(|e| region_error("cannot be sealed", e))?;
+        let region = Self::map_as(&fd, layout)?;
+        region.word(HEADER_VERSION).store(VERSION, Ordering::Relaxed);
+        region.word(HEADER_SIZE).store(layout.size() as u32, Ordering::Relaxed);
+        region.long(HEADER_SLOT_BYTES).store(layout.slot_bytes() as u64, Ordering::Relaxed);
+        region.long(HEADER_MAGIC).store(MAGIC, Ordering::Release);
+        Ok(fd)
+    }
+
+    /// Maps memory made by [`SharedRegion::create`]; the header and the file's size are checked.
+    /// The descriptor may be closed afterwards.
+    pub fn map(fd: impl AsFd) -> Result<Self> {
+        let fd = fd.as_fd();
+        let stat = rustix::fs::fstat(fd).map_err(|e| region_error("cannot be inspected", e))?;
+        // The smallest legal layout: enough to read the header from.
+        let smallest = ShmLayout::new(1, 16 << 10)?;
+        let file_bytes = usize::try_from(stat.st_size).unwrap_or(0);
+        if file_bytes < smallest.total_bytes() {
+            return Err(CollectiveError::Region {
+                problem: format!(
+                    "the descriptor has {file_bytes} bytes, at least {} are needed",
+                    smallest.total_bytes()
+                ),
+            });
+        }
+        let header = Self::map_as(fd, smallest)?;
+        let magic = header.long(HEADER_MAGIC).load(Ordering::Acquire);
+        let version = header.word(HEADER_VERSION).load(Ordering::Relaxed);
+        if magic != MAGIC || version != VERSION {
+            return Err(CollectiveError::Region {
+                problem: format!(
+                    "the descriptor is not a rank group of this binary (magic {magic:#x}, version {version})"
+                ),
+            });
+        }
+        let size = header.word(HEADER_SIZE).load(Ordering::Relaxed) as usize;
+        let slot_bytes = header.long(HEADER_SLOT_BYTES).load(Ordering::Relaxed);
+        let layout = ShmLayout::new(size, usize::try_from(slot_bytes).unwrap_or(usize::MAX))?;
+        if file_bytes != layout.total_bytes() {
+            return Err(CollectiveError::Region {
+                problem: format!(
+                    "{size} ranks with slots of {slot_bytes} bytes need {} bytes, the descriptor has {file_bytes}",
+                    layout.total_bytes()
+                ),
+            });
+        }
+        Self::map_as(fd, layout)
+    }
+
+    /// The shape of this memory.
+    pub fn layout(&self) -> ShmLayout {
+        self.layout
+    }
+
+    /// Whether somebody has begun to abort the group. One relaxed load of a line that is never
+    /// written in normal service, so every waiting loop can afford it.
+    pub(super) fn is_aborted(&self) -> bool {
+        self.word(ABORT_STATE).load(Ordering::Relaxed) != 0
+    }
+
+    /// The 32-bit number at `offset`.
+    pub(super) fn word(&self, offset: usize) -> &AtomicU32 {
+        assert!(offset.is_multiple_of(4) && offset + 4 <= self.layout.total_bytes(), "word inside the region");
+        // SAFETY: in bounds and aligned (checked, and the mapping starts on a page); mapped for as
+        // long as `self`; every process uses atomics for it.
+        unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset).cast()) }
+    }
+
+    /// The 64-bit number at `offset`.
+    pub(super) fn long(&self, offset: usize) -> &AtomicU64 {
+        assert!(offset.is_multiple_of(8) && offset + 8 <= self.layout.total_bytes(), "number inside the region");
+        // SAFETY: as in `word`.
+        unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(offset).cast()) }
+    }
+
+    /// Address of `len` bytes at `offset`, for a slot. Who may touch them when is the protocol's
+    /// business.
+    pub(super) fn bytes(&self, offset: usize, len: usize) -> *mut u8 {
+        assert!(offset + len <= self.layout.total_bytes(), "slot inside the region");
+        // SAFETY: in bounds of the mapping (checked).
+        unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    /// Every (futex word, sleeper count) in the region.
+    pub(super) fn waiting_places(&self) -> impl Iterator<Item = (&AtomicU32, &AtomicU32)> {
+        let (layout, size) = (self.layout, self.layout.size());
+        let flags = (0..size).flat_map(move |rank| {
+            [Lane::Group, Lane::Tensor].map(|lane| layout.flag(lane, rank))
+        });
+        let pairs = (0..size * size).flat_map(move |pair| {
+            let line = layout.pair_line(pair / size, pair % size);
+            [line, line + LINE]
+        });
+        flags.chain(pairs).map(|line| (self.word(line), self.word(line + 4)))
+    }
+
+    fn map_as(fd: impl AsFd, layout: ShmLayout) -> Result<Self> {
+        // SAFETY: a fresh mapping at an address of the kernel's choice overlaps nothing.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                layout.total_bytes(),
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                fd,
+                0,
+            )
+        };
+        let base = base.map_err(|e| region_error("cannot be mapped", e))?;
+        let base = NonNull::new(base.cast()).expect("invariant: the kernel never maps page 0 unasked");
+        Ok(Self { base, layout })
+    }
+}
+
+fn region_error(what: &str, error: rustix::io::Errno) -> CollectiveError {
+    CollectiveError::Region { problem: format!("{what}: {error}") }
+}
