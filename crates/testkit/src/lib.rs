@@ -35,7 +35,7 @@ pub mod tokenizer;
 pub use fixtures::{Expect, Fixture};
 pub use folder::ModelFolder;
 pub use reference::{Fault, Reference};
-// pub use server::{ServeCommand, Server};
+pub use server::{ServeCommand, Server};
 pub use spec::ModelSpec;
 pub use temp::TempDir;
 pub use tensor::{FileDType, Tensor, Weights};
