@@ -35,7 +35,11 @@ impl std::fmt::Display for Latency {
 
 /// Measures barrier, 8 KiB and 1 MiB all-reduce. **Collective.** A tenth of the rounds is spent on
 /// warming up; sums are checked. Panics when a sum is wrong.
-pub fn measure(group: &mut dyn ProcessGroup, collective: &dyn Collective, rounds: usize) -> Result<Vec<Latency>> {
+pub fn measure(
+    group: &mut dyn ProcessGroup,
+    collective: &dyn Collective,
+    rounds: usize,
+) -> Result<Vec<Latency>> {
     let mut rows = vec![measure_barrier(group, rounds)?];
     for (bytes, rounds) in [(8 << 10, rounds), (1 << 20, rounds.div_ceil(20))] {
         rows.push(measure_all_reduce(group, collective, bytes, rounds)?);

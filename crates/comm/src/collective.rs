@@ -18,7 +18,9 @@ pub enum CollectiveError {
         cause: String,
     },
     /// A rank did not arrive in time.
-    #[error("rank {rank} waited {waited_ms} ms in {operation} (operation {sequence}) for rank {missing}; that rank is stopped, dead or in another operation")]
+    #[error(
+        "rank {rank} waited {waited_ms} ms in {operation} (operation {sequence}) for rank {missing}; that rank is stopped, dead or in another operation"
+    )]
     Timeout {
         /// This rank.
         rank: usize,
@@ -32,7 +34,9 @@ pub enum CollectiveError {
         waited_ms: u64,
     },
     /// Two ranks are in different operations, or in the same one with different sizes.
-    #[error("rank {rank} is in {mine} (operation {sequence}) but rank {peer} is in {theirs}; the ranks no longer agree on the step")]
+    #[error(
+        "rank {rank} is in {mine} (operation {sequence}) but rank {peer} is in {theirs}; the ranks no longer agree on the step"
+    )]
     Mismatch {
         /// This rank.
         rank: usize,
@@ -95,7 +99,13 @@ pub trait Collective: Send {
     /// # Safety
     /// `data` is valid for reads and writes of `count` elements of `dtype` on the stream's device
     /// until the operation has run there.
-    unsafe fn all_reduce(&self, data: *mut c_void, count: usize, dtype: DType, stream: StreamHandle) -> Result<()>;
+    unsafe fn all_reduce(
+        &self,
+        data: *mut c_void,
+        count: usize,
+        dtype: DType,
+        stream: StreamHandle,
+    ) -> Result<()>;
 
     /// Concatenates every rank's `count` elements in rank order into `recv`.
     ///
@@ -115,15 +125,27 @@ pub trait Collective: Send {
     ///
     /// # Safety
     /// `data` is valid for reads of `count` elements of `dtype` until the operation has run.
-    unsafe fn send(&self, data: *const c_void, count: usize, dtype: DType, peer: usize, stream: StreamHandle)
-    -> Result<()>;
+    unsafe fn send(
+        &self,
+        data: *const c_void,
+        count: usize,
+        dtype: DType,
+        peer: usize,
+        stream: StreamHandle,
+    ) -> Result<()>;
 
     /// Receives `count` elements from rank `peer`.
     ///
     /// # Safety
     /// `data` is valid for writes of `count` elements of `dtype` until the operation has run.
-    unsafe fn recv(&self, data: *mut c_void, count: usize, dtype: DType, peer: usize, stream: StreamHandle)
-    -> Result<()>;
+    unsafe fn recv(
+        &self,
+        data: *mut c_void,
+        count: usize,
+        dtype: DType,
+        peer: usize,
+        stream: StreamHandle,
+    ) -> Result<()>;
 }
 
 /// The same operations on host slices of f32.
@@ -177,7 +199,9 @@ impl Collective for OneRank {
         _: StreamHandle,
     ) -> Result<()> {
         // SAFETY: the caller promises both ranges valid and disjoint.
-        unsafe { std::ptr::copy_nonoverlapping(send.cast::<u8>(), recv.cast::<u8>(), count * dtype.size_bytes()) };
+        unsafe {
+            std::ptr::copy_nonoverlapping(send.cast::<u8>(), recv.cast::<u8>(), count * dtype.size_bytes())
+        };
         Ok(())
     }
 

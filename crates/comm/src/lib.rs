@@ -22,5 +22,7 @@ pub mod shm;
 
 pub use collective::{Collective, CollectiveError, OneRank, StreamHandle};
 pub use group::{Patience, ProcessGroup};
-pub use link::{AsyncReceiver, BroadcastReceiver, BroadcastSender, Context, Endpoint, LinkError, Receiver, Sender};
+pub use link::{
+    AsyncReceiver, BroadcastReceiver, BroadcastSender, Context, Endpoint, LinkError, Receiver, Sender,
+};
 pub use shm::{AbortHandle, ProgressReader, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions};

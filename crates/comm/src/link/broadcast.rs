@@ -126,8 +126,8 @@ impl BroadcastReceiver {
     /// The next broadcast, if one is there. Errors as [`BroadcastReceiver::recv`].
     pub fn try_recv(&mut self) -> Result<Option<Broadcast>> {
         let decoded = self.socket.try_recv(decode::<Broadcast>)?.transpose();
-        let broadcast = decoded
-            .map_err(|source| LinkError::Wire { endpoint: self.socket.endpoint().clone(), source })?;
+        let broadcast =
+            decoded.map_err(|source| LinkError::Wire { endpoint: self.socket.endpoint().clone(), source })?;
         if let Some(broadcast) = &broadcast {
             if broadcast.sequence != self.next_sequence {
                 return Err(LinkError::Gap {

@@ -42,7 +42,12 @@ unsafe extern "C" {
     pub(super) fn zmq_ctx_term(context: *mut c_void) -> c_int;
     pub(super) fn zmq_socket(context: *mut c_void, kind: c_int) -> *mut c_void;
     pub(super) fn zmq_close(socket: *mut c_void) -> c_int;
-    pub(super) fn zmq_setsockopt(socket: *mut c_void, option: c_int, value: *const c_void, len: usize) -> c_int;
+    pub(super) fn zmq_setsockopt(
+        socket: *mut c_void,
+        option: c_int,
+        value: *const c_void,
+        len: usize,
+    ) -> c_int;
     pub(super) fn zmq_getsockopt(
         socket: *mut c_void,
         option: c_int,

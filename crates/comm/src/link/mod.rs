@@ -58,7 +58,9 @@ pub enum LinkError {
         reason: String,
     },
     /// The queue stayed full until the deadline.
-    #[error("link {endpoint} took no message for {waited_ms} ms; its receiver is stopped, dead or far behind")]
+    #[error(
+        "link {endpoint} took no message for {waited_ms} ms; its receiver is stopped, dead or far behind"
+    )]
     Full {
         /// The link.
         endpoint: Endpoint,
@@ -74,7 +76,9 @@ pub enum LinkError {
         source: WireError,
     },
     /// Broadcasts were lost or repeated.
-    #[error("link {endpoint}: broadcast {got} arrived where {expected} was due; this rank can no longer follow rank 0")]
+    #[error(
+        "link {endpoint}: broadcast {got} arrived where {expected} was due; this rank can no longer follow rank 0"
+    )]
     Gap {
         /// The link.
         endpoint: Endpoint,
@@ -84,7 +88,9 @@ pub enum LinkError {
         got: u64,
     },
     /// Not every rank subscribed to the broadcast in time, or one has left.
-    #[error("link {endpoint}: {subscribed} of {expected} ranks are subscribed to the broadcast ({when}); a missing rank is dead or still loading")]
+    #[error(
+        "link {endpoint}: {subscribed} of {expected} ranks are subscribed to the broadcast ({when}); a missing rank is dead or still loading"
+    )]
     Subscribers {
         /// The link.
         endpoint: Endpoint,

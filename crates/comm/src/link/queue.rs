@@ -39,8 +39,7 @@ impl<T: Serialize> Sender<T> {
     }
 
     fn encode(&self, message: &T) -> Result<Vec<u8>> {
-        encode(message)
-            .map_err(|source| LinkError::Wire { endpoint: self.socket.endpoint().clone(), source })
+        encode(message).map_err(|source| LinkError::Wire { endpoint: self.socket.endpoint().clone(), source })
     }
 }
 

@@ -227,9 +227,7 @@ impl Socket {
         let mut fd: c_int = -1;
         let mut len = size_of::<c_int>();
         // SAFETY: the socket is open; `fd` has room for the `len` bytes of a C int.
-        let rc = unsafe {
-            ffi::zmq_getsockopt(self.raw.as_ptr(), ffi::FD, (&raw mut fd).cast(), &mut len)
-        };
+        let rc = unsafe { ffi::zmq_getsockopt(self.raw.as_ptr(), ffi::FD, (&raw mut fd).cast(), &mut len) };
         self.check("inspect", rc).map(|()| fd)
     }
 
@@ -252,9 +250,8 @@ impl Socket {
 
     fn set_bytes(&self, option: c_int, value: &[u8]) -> Result<()> {
         // SAFETY: the socket is open and the slice valid for its length.
-        let rc = unsafe {
-            ffi::zmq_setsockopt(self.raw.as_ptr(), option, value.as_ptr().cast(), value.len())
-        };
+        let rc =
+            unsafe { ffi::zmq_setsockopt(self.raw.as_ptr(), option, value.as_ptr().cast(), value.len()) };
         self.check("configure", rc)
     }
 

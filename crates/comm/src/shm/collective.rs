@@ -136,7 +136,13 @@ impl ShmCollective {
 
     /// # Safety
     /// As [`Collective::all_gather`], in bytes.
-    unsafe fn gather(&self, send: *const u8, recv: *mut u8, bytes: usize, signature: Signature) -> Result<()> {
+    unsafe fn gather(
+        &self,
+        send: *const u8,
+        recv: *mut u8,
+        bytes: usize,
+        signature: Signature,
+    ) -> Result<()> {
         let channel = &self.channel;
         let slot_bytes = channel.slot_bytes();
         for index in 0..bytes.div_ceil(slot_bytes).max(1) {
@@ -145,7 +151,9 @@ impl ShmCollective {
             let parity = channel.next_piece();
             if len > 0 {
                 // SAFETY: in bounds of `send`; the own slot may be written before `arrive`.
-                unsafe { std::ptr::copy_nonoverlapping(send.add(start), channel.slot(channel.rank, parity), len) };
+                unsafe {
+                    std::ptr::copy_nonoverlapping(send.add(start), channel.slot(channel.rank, parity), len)
+                };
             }
             channel.arrive(signature);
             channel.wait_all(signature, self.patience)?;
@@ -188,7 +196,13 @@ impl Collective for ShmCollective {
         self.channel.size
     }
 
-    unsafe fn all_reduce(&self, data: *mut c_void, count: usize, dtype: DType, _: StreamHandle) -> Result<()> {
+    unsafe fn all_reduce(
+        &self,
+        data: *mut c_void,
+        count: usize,
+        dtype: DType,
+        _: StreamHandle,
+    ) -> Result<()> {
         if self.channel.size == 1 {
             return Ok(());
         }

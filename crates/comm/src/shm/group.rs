@@ -24,6 +24,12 @@ impl ShmGroup {
         Ok(Self { channel: Channel::claim(region, Lane::Group, rank, options)? })
     }
 
+    /// See [`Channel::start_at`].
+    #[cfg(test)]
+    pub(super) fn start_at(&self, stage: u32) {
+        self.channel.start_at(stage);
+    }
+
     fn run(&self, operation: Operation, body: impl FnOnce(&Channel) -> Result<()>) -> Result<()> {
         self.channel.begin(operation)?;
         body(&self.channel)?;

@@ -59,7 +59,8 @@ impl ShmLayout {
     pub fn new(size: usize, slot_bytes: usize) -> Result<Self> {
         let problem = if !(1..=TP_SIZE_MAX).contains(&size) {
             format!("{size} ranks asked for, possible are 1..={TP_SIZE_MAX}")
-        } else if !slot_bytes.is_multiple_of(PAGE) || !(SLOT_BYTES_MIN..=SLOT_BYTES_MAX).contains(&slot_bytes) {
+        } else if !slot_bytes.is_multiple_of(PAGE) || !(SLOT_BYTES_MIN..=SLOT_BYTES_MAX).contains(&slot_bytes)
+        {
             format!(
                 "slots of {slot_bytes} bytes asked for, possible are multiples of {PAGE} from {SLOT_BYTES_MIN} to \
                  {SLOT_BYTES_MAX}"

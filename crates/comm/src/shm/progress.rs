@@ -114,7 +114,9 @@ impl ProgressReader {
     pub fn read(&self, rank: usize) -> RankProgress {
         assert!(rank < self.size(), "rank {rank} of a group of {}", self.size());
         let read = |lane| {
-            Progress::unpack(self.region.long(progress_offset(&self.region, lane, rank)).load(Ordering::Relaxed))
+            Progress::unpack(
+                self.region.long(progress_offset(&self.region, lane, rank)).load(Ordering::Relaxed),
+            )
         };
         RankProgress { group: read(Lane::Group), collective: read(Lane::Tensor) }
     }

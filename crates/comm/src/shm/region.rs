@@ -113,7 +113,10 @@ impl SharedRegion {
 
     /// The 32-bit number at `offset`.
     pub(super) fn word(&self, offset: usize) -> &AtomicU32 {
-        assert!(offset.is_multiple_of(4) && offset + 4 <= self.layout.total_bytes(), "word inside the region");
+        assert!(
+            offset.is_multiple_of(4) && offset + 4 <= self.layout.total_bytes(),
+            "word inside the region"
+        );
         // SAFETY: in bounds and aligned (checked, and the mapping starts on a page); mapped for as
         // long as `self`; every process uses atomics for it.
         unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset).cast()) }
@@ -121,7 +124,10 @@ impl SharedRegion {
 
     /// The 64-bit number at `offset`.
     pub(super) fn long(&self, offset: usize) -> &AtomicU64 {
-        assert!(offset.is_multiple_of(8) && offset + 8 <= self.layout.total_bytes(), "number inside the region");
+        assert!(
+            offset.is_multiple_of(8) && offset + 8 <= self.layout.total_bytes(),
+            "number inside the region"
+        );
         // SAFETY: as in `word`.
         unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(offset).cast()) }
     }
@@ -137,9 +143,8 @@ impl SharedRegion {
     /// Every (futex word, sleeper count) in the region.
     pub(super) fn waiting_places(&self) -> impl Iterator<Item = (&AtomicU32, &AtomicU32)> {
         let (layout, size) = (self.layout, self.layout.size());
-        let flags = (0..size).flat_map(move |rank| {
-            [Lane::Group, Lane::Tensor].map(|lane| layout.flag(lane, rank))
-        });
+        let flags =
+            (0..size).flat_map(move |rank| [Lane::Group, Lane::Tensor].map(|lane| layout.flag(lane, rank)));
         let pairs = (0..size * size).flat_map(move |pair| {
             let line = layout.pair_line(pair / size, pair % size);
             [line, line + LINE]
