@@ -139,17 +139,42 @@ pub trait Backend {
     /// Sums `x[..rows]` over the TP group in place. **Collective: all ranks of the TP group.**
     fn all_reduce(&mut self, collective: &dyn Collective, x: &mut Self::Tensor, rows: usize) -> Result<()>;
     /// `out = x / sqrt(mean(x²) + eps) * weight` per row.
-    fn rms_norm(&mut self, x: &Self::Tensor, weight: &Self::Vector, eps: f32, rows: usize, out: &mut Self::Tensor);
+    fn rms_norm(
+        &mut self,
+        x: &Self::Tensor,
+        weight: &Self::Vector,
+        eps: f32,
+        rows: usize,
+        out: &mut Self::Tensor,
+    );
     /// `out = x · Wᵀ (+ bias)`.
-    fn matmul(&mut self, w: &Self::Linear, x: &Self::Tensor, bias: Option<&Self::Vector>, rows: usize, out: &mut Self::Tensor);
+    fn matmul(
+        &mut self,
+        w: &Self::Linear,
+        x: &Self::Tensor,
+        bias: Option<&Self::Vector>,
+        rows: usize,
+        out: &mut Self::Tensor,
+    );
     /// Per-head q/k RMSNorm (when `qk_norm` holds the two weights `[head_dim]`), rope on q and k by
     /// absolute position, and the store of k and v into their slots of layer `layer`. q is rotated
     /// in place inside `qkv`.
-    fn rope_and_store(&mut self, args: RopeAndStore<'_, Self>, qkv: &mut Self::Tensor, cache: &mut Self::KvCache);
+    fn rope_and_store(
+        &mut self,
+        args: RopeAndStore<'_, Self>,
+        qkv: &mut Self::Tensor,
+        cache: &mut Self::KvCache,
+    );
     /// Causal grouped-query attention of q (the first columns of `qkv`) over the cached positions
     /// `0..start+i` of each row of the batch, scale `1/sqrt(head_dim)`.
     /// `out`: `[tokens, local_heads*head_dim]`.
-    fn attention(&mut self, args: Attention<'_>, qkv: &Self::Tensor, cache: &Self::KvCache, out: &mut Self::Tensor);
+    fn attention(
+        &mut self,
+        args: Attention<'_>,
+        qkv: &Self::Tensor,
+        cache: &Self::KvCache,
+        out: &mut Self::Tensor,
+    );
     /// `out = silu(x[.., ..n]) * x[.., n..]` for the fused gate|up activation of width `2n`.
     fn silu_mul(&mut self, gate_up: &Self::Tensor, rows: usize, out: &mut Self::Tensor);
     /// The end of every half layer: `partial` summed over the TP group, bias added once,

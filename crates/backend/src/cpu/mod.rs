@@ -1,1 +1,239 @@
-//! The CPU backend.
+//! The CPU backend: f32 activations, weights widened in registers, own threads, own kernels.
+//!
+//! Kernels are written once over sixteen lanes ([`simd`]) and run as AVX-512, AVX2 or portable
+//! code with the same bits. Each module states its formula; together they give the promise of
+//! `docs/architecture.md`, "Numbers": a row's result depends on nothing but the row, the weights and
+//! the positions before it.
+//!
+//! **Invariants**
+//! * Memory for an operation exists before it runs: activations, pool and the per-thread workspace
+//!   are made at start-up. The list of attention tasks grows once to the largest step.
+//! * Only this folder holds unsafe kernels of the CPU. A panic in one aborts the process.
+//!
+//! Reading order: [`simd`], `pool`, `memory`, `packed`, `matmul`, `pointwise`, `kv_cache`,
+//! `attention`; [`probe`] measures the machine.
+
+mod attention;
+mod exp;
+mod kv_cache;
+mod matmul;
+mod memory;
+mod packed;
+mod pointwise;
+mod pool;
+pub mod probe;
+mod simd;
+mod tensor;
+#[cfg(test)]
+mod tests;
+
+pub use kv_cache::{CpuKvCache, CpuRopeTable};
+pub use packed::PackedLinear;
+pub use simd::Isa;
+pub use tensor::{CpuTensor, CpuVector};
+
+use crate::{Attention, Backend, KvLayout, LinearSpec, ReduceAddNorm, Result, RopeAndStore};
+use lockstep_comm::collective::Collective;
+use std::borrow::Cow;
+
+/// How the backend of one rank runs.
+#[derive(Clone, Debug, Default)]
+pub struct CpuOptions {
+    /// Compute threads of this rank, the calling thread included; 0 means one per core.
+    pub threads: usize,
+    /// Cores to pin the threads to (thread `i` to `cores[i % len]`, the calling thread included);
+    /// `None` leaves placement to the system.
+    pub cores: Option<Vec<usize>>,
+    /// Instruction set; `None` takes the fastest of this machine.
+    pub isa: Option<Isa>,
+}
+
+/// The [`Backend`] of one CPU rank. Used from the thread that made it.
+pub struct CpuBackend {
+    isa: Isa,
+    pool: pool::ThreadPool,
+    arena: memory::Arena,
+    scratch: tensor::Scratch,
+    attention_tasks: Vec<attention::Task>,
+}
+
+impl CpuBackend {
+    /// Starts the threads and makes the workspace (under 1 MiB a thread).
+    ///
+    /// Errors when the workspace cannot be mapped. Panics when this machine cannot run
+    /// `options.isa`.
+    pub fn new(options: CpuOptions) -> Result<Self> {
+        let isa = options.isa.unwrap_or_else(Isa::detect);
+        assert!(
+            isa.is_supported(),
+            "this machine cannot run {}; use one of {:?}",
+            isa.name(),
+            Isa::available()
+        );
+        let threads = if options.threads == 0 { available_cores() } else { options.threads };
+        let pool = pool::ThreadPool::new(threads, options.cores.as_deref());
+        let arena = memory::Arena::default();
+        let scratch = tensor::Scratch::new(&arena, threads, matmul::SCRATCH_LEN.max(attention::SCRATCH_LEN))?;
+        Ok(Self { isa, pool, arena, scratch, attention_tasks: Vec::new() })
+    }
+
+    /// The instruction set in use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Threads in use.
+    pub fn threads(&self) -> usize {
+        self.pool.threads()
+    }
+}
+
+/// Cores this process may use.
+fn available_cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+impl Backend for CpuBackend {
+    type Tensor = CpuTensor;
+    type Vector = CpuVector;
+    type Linear = PackedLinear;
+    type KvCache = CpuKvCache;
+    type RopeTable = CpuRopeTable;
+
+    fn describe(&self) -> String {
+        format!("cpu {} x{}", self.isa.name(), self.threads())
+    }
+
+    fn tensor(&self, rows_max: usize, cols: usize) -> Result<CpuTensor> {
+        CpuTensor::new(&self.arena, rows_max, cols)
+    }
+
+    fn vector(&self, values: &[f32]) -> Result<CpuVector> {
+        Ok(CpuVector(values.to_vec()))
+    }
+
+    fn linear(&self, spec: LinearSpec) -> Result<PackedLinear> {
+        PackedLinear::new(&self.arena, spec)
+    }
+
+    fn pack_rows(&self, linear: &mut PackedLinear, first_row: usize, data: &[u8]) {
+        linear.pack_rows(&self.pool, first_row, data);
+    }
+
+    fn linear_bytes(&self, linear: &PackedLinear) -> usize {
+        linear.bytes()
+    }
+
+    fn kv_cache(&self, layout: KvLayout) -> Result<CpuKvCache> {
+        CpuKvCache::new(layout)
+    }
+
+    fn rope_table(&self, inverse_frequencies: &[f64], max_position: usize) -> Result<CpuRopeTable> {
+        CpuRopeTable::new(&self.pool, inverse_frequencies, max_position)
+    }
+
+    fn embed(&mut self, table: &PackedLinear, first_id: u32, ids: &[u32], out: &mut CpuTensor) {
+        let spec = table.spec();
+        assert_eq!(out.cols(), spec.in_features, "embeddings are as wide as out");
+        let cols = spec.in_features;
+        let out = out.view_mut(ids.len());
+        pointwise::for_rows(&self.pool, ids.len(), cols, &|token| {
+            // SAFETY: each token has its own row.
+            let row = unsafe { out.part(token, 0, cols) };
+            match ids[token].checked_sub(first_id).map(|local| local as usize) {
+                Some(local) if local < spec.out_features => table.unpack_row(local, row),
+                _ => row.fill(0.0),
+            }
+        });
+    }
+
+    fn all_reduce(&mut self, collective: &dyn Collective, x: &mut CpuTensor, rows: usize) -> Result<()> {
+        Ok(collective.all_reduce_f32(x.rows_mut(rows))?)
+    }
+
+    fn rms_norm(&mut self, x: &CpuTensor, weight: &CpuVector, eps: f32, rows: usize, out: &mut CpuTensor) {
+        pointwise::rms_norm(self.isa, &self.pool, x.view(rows), &weight.0, eps, out.view_mut(rows));
+    }
+
+    fn matmul(
+        &mut self,
+        w: &PackedLinear,
+        x: &CpuTensor,
+        bias: Option<&CpuVector>,
+        rows: usize,
+        out: &mut CpuTensor,
+    ) {
+        let bias = bias.map(CpuVector::values);
+        let product = matmul::Matmul {
+            isa: self.isa,
+            weights: w,
+            x: x.view(rows),
+            bias,
+            rows,
+            out: out.view_mut(rows),
+        };
+        product.run(&self.pool, self.scratch.view());
+    }
+
+    fn rope_and_store(&mut self, args: RopeAndStore<'_, Self>, qkv: &mut CpuTensor, cache: &mut CpuKvCache) {
+        let store = kv_cache::StoreTokens {
+            layer: args.layer,
+            shape: args.shape,
+            qk_norm: args.qk_norm.map(|(q, k)| (q.values(), k.values())),
+            rope: args.rope,
+            positions: args.positions,
+            slots: args.slots,
+        };
+        store.run(self.isa, &self.pool, qkv.view_mut(args.positions.len()), cache);
+    }
+
+    fn attention(&mut self, args: Attention<'_>, qkv: &CpuTensor, cache: &CpuKvCache, out: &mut CpuTensor) {
+        let tokens =
+            args.batch.rows.iter().map(|r| (r.first_token + r.token_count) as usize).max().unwrap_or(0);
+        let runtime = attention::Runtime {
+            isa: self.isa,
+            pool: &self.pool,
+            scratch: self.scratch.view(),
+            tasks: &mut self.attention_tasks,
+        };
+        attention::attention(runtime, &args, qkv.view(tokens), cache, out.view_mut(tokens));
+    }
+
+    fn silu_mul(&mut self, gate_up: &CpuTensor, rows: usize, out: &mut CpuTensor) {
+        pointwise::silu_mul(self.isa, &self.pool, gate_up.view(rows), out.view_mut(rows));
+    }
+
+    fn reduce_add_norm(
+        &mut self,
+        collective: &dyn Collective,
+        args: ReduceAddNorm<'_, Self>,
+        partial: &mut CpuTensor,
+        (residual, out): (&mut CpuTensor, &mut CpuTensor),
+        rows: usize,
+    ) -> Result<()> {
+        collective.all_reduce_f32(partial.rows_mut(rows))?;
+        let add_norm = pointwise::AddNorm {
+            x: partial.view(rows),
+            bias: args.bias.map(CpuVector::values),
+            weight: args.norm_weight.values(),
+            eps: args.norm_eps,
+            residual: residual.view_mut(rows),
+            out: out.view_mut(rows),
+        };
+        add_norm.run(self.isa, &self.pool);
+        Ok(())
+    }
+
+    fn gather_rows(&mut self, x: &CpuTensor, rows: &[u32], out: &mut CpuTensor) {
+        let cols = x.cols();
+        assert_eq!(out.cols(), cols, "x and out have the same columns");
+        let source = x.rows(x.rows_max());
+        for (target, &row) in out.rows_mut(rows.len()).chunks_exact_mut(cols).zip(rows) {
+            target.copy_from_slice(&source[row as usize * cols..][..cols]);
+        }
+    }
+
+    fn read<'a>(&mut self, x: &'a CpuTensor, rows: usize) -> Cow<'a, [f32]> {
+        Cow::Borrowed(x.rows(rows))
+    }
+}

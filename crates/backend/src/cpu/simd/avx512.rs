@@ -1,0 +1,199 @@
+//! AVX-512 (F, BW, DQ, VL): sixteen lanes are one register.
+
+use super::{Kernel, LANES, Simd};
+use std::arch::x86_64::*;
+
+/// One `zmm` register.
+#[derive(Clone, Copy)]
+pub(super) struct Avx512;
+
+/// Runs a kernel with the features enabled.
+///
+/// # Safety
+/// The machine has the features; the kernel's contract holds.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub(super) unsafe fn enter<K: Kernel>(kernel: K) -> K::Output {
+    // SAFETY: passed on to the caller.
+    unsafe { kernel.run::<Avx512>() }
+}
+
+/// The lanes below `n`.
+#[inline(always)]
+fn mask(n: usize) -> __mmask16 {
+    if n >= LANES { !0 } else { (1 << n) - 1 }
+}
+
+/// Swaps the lanes `i` and `i ^ 8`, then `^ 4`, `^ 2`, `^ 1`, by level; the first lane of the
+/// folded register is the tree's result because every level combines `i` with `i + half`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn swaps(v: __m512, level: usize) -> __m512 {
+    match level {
+        0 => _mm512_shuffle_f32x4::<0b01_00_11_10>(v, v),
+        1 => _mm512_shuffle_f32x4::<0b10_11_00_01>(v, v),
+        2 => _mm512_permute_ps::<0b01_00_11_10>(v),
+        _ => _mm512_permute_ps::<0b10_11_00_01>(v),
+    }
+}
+
+impl Simd for Avx512 {
+    type V = __m512;
+
+    const ACCUMULATORS: usize = 24;
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn splat(x: f32) -> Self::V {
+        _mm512_set1_ps(x)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn load(p: *const f32) -> Self::V {
+        // SAFETY: valid for 16 elements by the trait's contract.
+        unsafe { _mm512_loadu_ps(p) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn load_partial(p: *const f32, n: usize) -> Self::V {
+        // SAFETY: the mask touches only the first `n` elements, valid by the trait's contract.
+        unsafe { _mm512_maskz_loadu_ps(mask(n), p) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn load_bf16(p: *const u16) -> Self::V {
+        // SAFETY: valid for 16 elements by the trait's contract.
+        let bits = unsafe { _mm256_loadu_si256(p.cast()) };
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn load_f16(p: *const u16) -> Self::V {
+        // SAFETY: valid for 16 elements by the trait's contract.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        // SAFETY: valid for 16 elements by the trait's contract.
+        unsafe { _mm512_storeu_ps(p, v) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn store_partial(p: *mut f32, v: Self::V, n: usize) {
+        // SAFETY: the mask touches only the first `n` elements, valid by the trait's contract.
+        unsafe { _mm512_mask_storeu_ps(p, mask(n), v) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        _mm512_add_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        _mm512_sub_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        _mm512_mul_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        _mm512_div_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        _mm512_fmadd_ps(a, b, c)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        _mm512_max_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V {
+        _mm512_min_ps(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn exponent(v: Self::V) -> Self::V {
+        let shifted = _mm512_slli_epi32::<23>(_mm512_castps_si512(v));
+        _mm512_castsi512_ps(_mm512_add_epi32(shifted, _mm512_set1_epi32(126 << 23)))
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn zero_below(v: Self::V, x: Self::V, limit: Self::V) -> Self::V {
+        let below = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(x, limit);
+        _mm512_maskz_mov_ps(!below, v)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn keep_first(v: Self::V, n: usize, fill: Self::V) -> Self::V {
+        _mm512_mask_mov_ps(fill, mask(n), v)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn sum(v: Self::V) -> f32 {
+        let mut v = v;
+        for level in 0..4 {
+            v = _mm512_add_ps(v, swaps(v, level));
+        }
+        _mm512_cvtss_f32(v)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn largest(v: Self::V) -> f32 {
+        let mut v = v;
+        for level in 0..4 {
+            v = _mm512_max_ps(v, swaps(v, level));
+        }
+        _mm512_cvtss_f32(v)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn sums(v: [Self::V; LANES]) -> Self::V {
+        // Each level folds two registers into one, so 16 sums cost 15 additions and 30 shuffles.
+        // The pairing puts the sum of v[i] in lane i: level one joins i and i+8, then i+4, ...
+        let mut a = [_mm512_setzero_ps(); 8];
+        for i in 0..8 {
+            let (x, y) = (v[i], v[i + 8]);
+            a[i] = _mm512_add_ps(
+                _mm512_shuffle_f32x4::<0b01_00_01_00>(x, y),
+                _mm512_shuffle_f32x4::<0b11_10_11_10>(x, y),
+            );
+        }
+        let mut b = [_mm512_setzero_ps(); 4];
+        for i in 0..4 {
+            let (x, y) = (a[i], a[i + 4]);
+            b[i] = _mm512_add_ps(
+                _mm512_shuffle_f32x4::<0b10_00_10_00>(x, y),
+                _mm512_shuffle_f32x4::<0b11_01_11_01>(x, y),
+            );
+        }
+        // Chunks (four lanes) of b[i] now belong to v[i], v[i+8], v[i+4], v[i+12].
+        let fold2 = |x, y| {
+            let (x, y) = (_mm512_castps_pd(x), _mm512_castps_pd(y));
+            _mm512_add_ps(
+                _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)),
+            )
+        };
+        let (c0, c1) = (fold2(b[0], b[2]), fold2(b[1], b[3]));
+        let d = _mm512_add_ps(
+            _mm512_shuffle_ps::<0b10_00_10_00>(c0, c1),
+            _mm512_shuffle_ps::<0b11_01_11_01>(c0, c1),
+        );
+        // Within a chunk the lanes are v[0], v[2], v[1], v[3] of the chunk's own offset.
+        let order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+        _mm512_permutexvar_ps(order, d)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn prefetch(p: *const u8) {
+        _mm_prefetch::<_MM_HINT_T0>(p.cast())
+    }
+}

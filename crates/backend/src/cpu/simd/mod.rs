@@ -1,0 +1,197 @@
+//! Sixteen f32 lanes, three ways: AVX-512, AVX2+FMA, portable Rust.
+//!
+//! A kernel is written once as a [`Kernel`] over [`Simd`]; [`Isa::run`] enters it under the target
+//! features of the instruction set chosen at run time.
+//!
+//! **Invariant:** every [`Simd`] operation gives the same bits in every implementation. Arithmetic
+//! is IEEE single precision with fused multiply-add; reductions use one fixed tree: lane `i` plus
+//! lane `i+8`, then `i+4`, `i+2`, `i+1`. So the portable form is the definition of every result.
+//!
+//! Called by the kernels beside this folder only.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+
+pub(super) use portable::Portable;
+
+/// Lanes of [`Simd::V`], and outputs of one weight tile.
+pub(super) const LANES: usize = 16;
+
+/// Instruction set of the kernels. All give the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// AVX-512 F, BW, DQ, VL.
+    Avx512,
+    /// AVX2, FMA and F16C.
+    Avx2,
+    /// Plain Rust; what other architectures use (the compiler vectorises it with NEON on aarch64).
+    Portable,
+}
+
+impl Isa {
+    /// The fastest one of this machine.
+    pub fn detect() -> Self {
+        *Self::available().first().expect("invariant: portable code runs everywhere")
+    }
+
+    /// Those that this machine can run, fastest first.
+    pub fn available() -> Vec<Self> {
+        [Isa::Avx512, Isa::Avx2, Isa::Portable].into_iter().filter(|isa| isa.is_supported()).collect()
+    }
+
+    /// Whether this machine can run it.
+    pub fn is_supported(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                    && Isa::Avx2.is_supported()
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx512 | Isa::Avx2 => false,
+            Isa::Portable => true,
+        }
+    }
+
+    /// The name in logs and `/server_info`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Isa::Avx512 => "avx512",
+            Isa::Avx2 => "avx2",
+            Isa::Portable => "portable",
+        }
+    }
+
+    /// Accumulators of 16 lanes that a register-blocked kernel can hold; see [`Simd::ACCUMULATORS`].
+    pub(super) const fn accumulators(self) -> usize {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => avx512::Avx512::ACCUMULATORS,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => avx2::Avx2::ACCUMULATORS,
+            _ => Portable::ACCUMULATORS,
+        }
+    }
+
+    /// Runs `kernel` under this instruction set.
+    ///
+    /// # Safety
+    /// `self.is_supported()` on this machine, and the kernel's own contract holds.
+    #[inline]
+    pub(super) unsafe fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        // SAFETY: the caller promises that the machine has the features and that the kernel's
+        // arguments are valid.
+        unsafe {
+            match self {
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 => avx512::enter(kernel),
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => avx2::enter(kernel),
+                _ => kernel.run::<Portable>(),
+            }
+        }
+    }
+}
+
+/// A piece of work over raw memory, generic over the instruction set. Its fields are the arguments.
+pub(super) trait Kernel: Copy {
+    /// What it returns.
+    type Output;
+
+    /// The work. Implementations are `#[inline(always)]`, so that the vector operations end up in
+    /// a function that has the target features.
+    ///
+    /// # Safety
+    /// The pointers and lengths of the fields are valid as the type documents, and the machine
+    /// supports `S`.
+    unsafe fn run<S: Simd>(self) -> Self::Output;
+}
+
+/// Operations on 16 f32 lanes.
+///
+/// # Safety
+/// Every method requires that the machine supports the instruction set; those that take a pointer
+/// require it valid for 16 elements (`n` for the `_partial` forms; nothing beyond is touched). No
+/// alignment is required.
+pub(super) trait Simd: Copy + 'static {
+    /// Sixteen lanes.
+    type V: Copy;
+
+    /// How many accumulators fit into the registers beside the operands.
+    const ACCUMULATORS: usize;
+
+    /// All lanes `x`.
+    unsafe fn splat(x: f32) -> Self::V;
+    /// Lane `i` = `p[i]`.
+    unsafe fn load(p: *const f32) -> Self::V;
+    /// Lanes from `n` on are zero.
+    unsafe fn load_partial(p: *const f32, n: usize) -> Self::V;
+    /// Widened exactly.
+    unsafe fn load_bf16(p: *const u16) -> Self::V;
+    /// Widened exactly.
+    unsafe fn load_f16(p: *const u16) -> Self::V;
+    /// `p[i]` = lane `i`.
+    unsafe fn store(p: *mut f32, v: Self::V);
+    /// Lanes from `n` on are dropped.
+    unsafe fn store_partial(p: *mut f32, v: Self::V, n: usize);
+    /// `a + b`.
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    /// `a - b`.
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b`.
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    /// `a / b`.
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`, rounded once.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// `a > b ? a : b`, so `b` when either is NaN.
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// `a < b ? a : b`, so `b` when either is NaN.
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
+    /// `2^(n-1)` of lanes that hold `1.5 * 2^23 + n`, `-125 <= n <= 128`; see [`super::exp`].
+    unsafe fn exponent(v: Self::V) -> Self::V;
+    /// `x < limit ? 0 : v`.
+    unsafe fn zero_below(v: Self::V, x: Self::V, limit: Self::V) -> Self::V;
+    /// Lanes from `n` on replaced by those of `fill`.
+    unsafe fn keep_first(v: Self::V, n: usize, fill: Self::V) -> Self::V;
+    /// Sum of the lanes by the fixed tree.
+    unsafe fn sum(v: Self::V) -> f32;
+    /// Largest lane, by the same tree with [`Simd::max`].
+    unsafe fn largest(v: Self::V) -> f32;
+    /// Lane `i` = [`Simd::sum`] of `v[i]`.
+    unsafe fn sums(v: [Self::V; LANES]) -> Self::V;
+    /// Hints that the cache line of `p` is needed soon; `p` need not be valid.
+    unsafe fn prefetch(p: *const u8);
+}
+
+/// Elements `i..i+16` of `p[..len]`, zero beyond `len`.
+///
+/// # Safety
+/// `p` is valid for `len` elements, `i < len`, and the machine supports `S`.
+#[inline(always)]
+pub(super) unsafe fn load_at<S: Simd>(p: *const f32, i: usize, len: usize) -> S::V {
+    // SAFETY: passed on to the caller.
+    unsafe { if i + LANES <= len { S::load(p.add(i)) } else { S::load_partial(p.add(i), len - i) } }
+}
+
+/// Writes `v` to elements `i..i+16` of `p[..len]`, dropping what is beyond `len`.
+///
+/// # Safety
+/// `p` is valid for `len` elements, `i < len`, and the machine supports `S`.
+#[inline(always)]
+pub(super) unsafe fn store_at<S: Simd>(p: *mut f32, i: usize, len: usize, v: S::V) {
+    // SAFETY: passed on to the caller.
+    unsafe { if i + LANES <= len { S::store(p.add(i), v) } else { S::store_partial(p.add(i), v, len - i) } }
+}

@@ -1,0 +1,82 @@
+//! Every operation against a plain reference, on every instruction set of the machine.
+
+mod attention;
+mod matmul;
+mod pointwise;
+mod reference;
+
+use super::{CpuBackend, CpuOptions, CpuTensor, Isa};
+use crate::Backend;
+
+/// SplitMix64: deterministic inputs from a printed seed.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// `0..end`.
+    fn below(&mut self, end: usize) -> usize {
+        (self.next() % end as u64) as usize
+    }
+
+    fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len())]
+    }
+
+    /// Uniform in -1..1.
+    fn value(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    fn values(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.value()).collect()
+    }
+}
+
+fn backend(isa: Isa, threads: usize) -> CpuBackend {
+    CpuBackend::new(CpuOptions { threads, isa: Some(isa), cores: None }).unwrap()
+}
+
+/// Every instruction set with one to three threads.
+fn backends() -> impl Iterator<Item = CpuBackend> {
+    Isa::available().into_iter().flat_map(|isa| (1..=3).map(move |threads| backend(isa, threads)))
+}
+
+/// Activations with these rows; more room than needed, the rest poisoned.
+fn tensor(backend: &CpuBackend, data: &[f32], cols: usize) -> CpuTensor {
+    let rows = data.len() / cols;
+    let mut tensor = backend.tensor(rows + 2, cols).unwrap();
+    tensor.rows_mut(rows + 2).fill(f32::NAN);
+    tensor.rows_mut(rows).copy_from_slice(data);
+    tensor
+}
+
+/// An output to be written: poisoned.
+fn empty(backend: &CpuBackend, rows: usize, cols: usize) -> CpuTensor {
+    tensor(backend, &vec![f32::NAN; rows * cols], cols)
+}
+
+/// Bits, so that -0 and 0 and different NaN differ.
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+#[track_caller]
+fn assert_same(got: &[f32], want: &[f32], what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}: lengths");
+    if let Some(i) = (0..got.len()).find(|&i| got[i].to_bits() != want[i].to_bits()) {
+        panic!("{what}: element {i} of {}: got {:e}, want {:e}", got.len(), got[i], want[i]);
+    }
+}
+
+#[test]
+fn the_fastest_instruction_set_is_found_and_named() {
+    let backend = CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }).unwrap();
+    assert_eq!(backend.describe(), format!("cpu {} x2", Isa::detect().name()));
+    assert_eq!(Isa::available().last(), Some(&Isa::Portable));
+}
