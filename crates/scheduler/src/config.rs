@@ -60,6 +60,9 @@ pub struct SchedulerConfig {
     pub queue_order: QueueOrder,
     /// Step order when `mixed` is false.
     pub step_order: StepOrder,
+    /// How much of the estimated growth of running requests admission keeps free, `0..=100`. Less admits more
+    /// and retracts more often; 0 admits whatever fits now.
+    pub reserve_percent: usize,
     /// Record freed pages for [`Scheduler::take_freed_pages`](crate::Scheduler::take_freed_pages), so that
     /// the engine can poison them. A debugging aid.
     pub track_freed: bool,
@@ -97,6 +100,7 @@ impl SchedulerConfig {
             ("max_running", self.max_running, 1, COUNT_MAX),
             ("token_budget", self.token_budget, 1, COUNT_MAX),
             ("context_max", self.context_max, 2, COUNT_MAX),
+            ("reserve_percent", self.reserve_percent, 0, 100),
         ];
         for (name, got, min, max) in fields {
             if got < min || got > max {
@@ -142,6 +146,7 @@ impl Default for SchedulerConfig {
             waiting_max: 4096,
             queue_order: QueueOrder::Fcfs,
             step_order: StepOrder::PrefillFirst,
+            reserve_percent: 100,
             track_freed: false,
         }
     }

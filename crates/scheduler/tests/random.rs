@@ -1,4 +1,5 @@
 //! Random workloads on tiny pools, in every combination of page size, overlap, mixed, cache and order.
+#![allow(clippy::unwrap_used)] // tests may unwrap
 
 mod common;
 
@@ -24,14 +25,16 @@ fn config(random: &mut Random, combination: usize) -> SchedulerConfig {
         waiting_max: 30,
         queue_order: if random.one_in(2) { QueueOrder::Fcfs } else { QueueOrder::LongestPrefix },
         step_order: if random.one_in(2) { StepOrder::PrefillFirst } else { StepOrder::DecodeFirst },
+        reserve_percent: [0, 0, 50, 100][random.below(4)],
         ..SchedulerConfig::default()
     }
 }
 
 /// Prompts share beginnings: a few base texts, cut anywhere, with a tail of their own.
 fn request(random: &mut Random, context_max: usize, now_ms: u64) -> Request {
-    let len = 1 + random.below(if random.one_in(2) { context_max } else { 8 }).min(context_max);
-    let (base, own) = (random.below(3) as u32, random.below(len + 1));
+    let len_max = if random.one_in(2) { context_max } else { 8 };
+    let len = 1 + random.below(len_max);
+    let (base, own) = (random.below(3) as u32, random.below(len / 2 + 1));
     let mut prompt: Vec<u32> = (0..(len - own) as u32).map(|i| 100 * base + i % 7).collect();
     prompt.extend((0..own).map(|_| random.below(3) as u32));
     let sampling = SamplingParams {
@@ -54,7 +57,7 @@ fn run(seed: u64, combination: usize) -> (u64, u64, u64) {
     let mut random = Random(seed);
     let config = config(&mut random, combination);
     println!("seed {seed}, combination {combination}: {config:?}");
-    let mut harness = Harness::new(config, combination % 3 == 0);
+    let mut harness = Harness::new(config, combination.is_multiple_of(3));
     let context_max = harness.scheduler.context_max();
     let (mut now_ms, mut recent) = (0, Vec::new());
     let load = 2 + random.below(20);

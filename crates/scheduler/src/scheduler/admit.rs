@@ -5,13 +5,17 @@
 
 use super::Scheduler;
 use super::step::Draft;
-use crate::config::QueueOrder;
+use crate::config::{QueueOrder, SchedulerConfig};
 use crate::entry::{Entry, Slot};
 use lockstep_kvcache::common_len;
 use std::cmp::Reverse;
 
 /// Waiting requests looked at per step, at most.
 const SCAN_MAX: usize = 64;
+
+/// What one more step costs, in prefill tokens, however few it holds: weights are read once per step. Between
+/// what CPUs (about 5) and GPUs (about 150) need; keeps requests from waiting for a page of chat template.
+const STEP_COST: usize = 32;
 
 /// How many tokens running requests are expected to generate still: a share of what they may.
 ///
@@ -45,9 +49,9 @@ impl GrowthEstimate {
     }
 
     /// Pages to keep for the growth of one request.
-    fn pages(&self, entry: &Entry, page_size: usize) -> usize {
+    fn pages(&self, entry: &Entry, config: &SchedulerConfig) -> usize {
         let tokens = (entry.len_max - entry.tokens.len()).min(Self::TOKENS_MAX);
-        (tokens * self.share).div_ceil(Self::ONE * page_size)
+        (tokens * self.share * config.reserve_percent).div_ceil(Self::ONE * 100 * config.page_size)
     }
 }
 
@@ -78,7 +82,7 @@ impl Scheduler {
             if self.judge(slot, reserved) == Verdict::Admit {
                 self.start(slot);
                 self.scratch.prefilling.push(slot);
-                reserved += self.growth.pages(&self.entries[slot], self.config.page_size);
+                reserved += self.growth.pages(&self.entries[slot], &self.config);
                 room -= self.push_prefill(draft, slot, room);
                 if self.queue.aged().is_some() {
                     break;
@@ -110,8 +114,7 @@ impl Scheduler {
 
     /// Pages kept back for the running requests.
     fn reserved_pages(&self) -> usize {
-        let page_size = self.config.page_size;
-        self.running.iter().map(|&slot| self.growth.pages(&self.entries[slot], page_size)).sum()
+        self.running.iter().map(|&slot| self.growth.pages(&self.entries[slot], &self.config)).sum()
     }
 
     fn judge(&mut self, slot: Slot, reserved: usize) -> Verdict {
@@ -121,7 +124,7 @@ impl Scheduler {
         // The only running request needs no reserve: alone, it fits.
         let reserve = match self.running.is_empty() {
             true => 0,
-            false => reserved + self.growth.pages(entry, self.config.page_size),
+            false => reserved + self.growth.pages(entry, &self.config),
         };
         if pages - entry.hit_pages.min(pages) + reserve > self.kv.available() {
             return Verdict::NoPages;
@@ -150,10 +153,10 @@ impl Scheduler {
 
     /// Whether a waiting request should let a running one compute their common prefix.
     ///
-    /// Costs are prefill tokens that pass before the prefix is there: waiting costs what is ahead of the owner
-    /// plus the owner's part; computing costs what is ahead of the request plus what the cache lacks. Only running
-    /// requests own prefixes and those never wait, so waits cannot form a circle; an owner that ends or is
-    /// retracted is no owner any more, and the next step decides anew.
+    /// Requests are judged only while the step has room, so every running prefill has been planned to its end:
+    /// waiting costs the step missed, [`STEP_COST`]; computing costs what the cache lacks of the prefix. Only
+    /// running requests own prefixes and those never wait, so waits cannot form a circle; an owner that is
+    /// aborted is no owner any more, and the next step decides anew.
     fn awaits_prefix(&mut self, slot: Slot) -> bool {
         let key = Some((self.prefill_epoch, self.kv.epoch()));
         let entry = &self.entries[slot];
@@ -173,24 +176,13 @@ impl Scheduler {
         let page_size = self.config.page_size;
         let cached = entry.hit_pages * page_size;
         let usable = &entry.tokens[..entry.tokens.len() - 1];
-        let prefilling = || self.scratch.prefilling.iter().map(|&slot| &self.entries[slot]);
-        let ahead: usize = prefilling()
-            .filter(|other| other.precedence() < entry.precedence())
-            .map(Entry::prefill_remaining)
-            .sum();
-        let mut ahead_of_owner = 0;
-        for owner in prefilling() {
-            if owner.namespace == entry.namespace {
-                let common = common_len(&owner.tokens[..owner.prefill_end], usable);
-                let shared = common / page_size * page_size;
-                let waiting_cost = ahead_of_owner + shared.saturating_sub(owner.computed);
-                if shared > cached && waiting_cost <= ahead + shared - cached {
-                    return true;
-                }
-            }
-            ahead_of_owner += owner.prefill_remaining();
+        if usable.len() < cached + STEP_COST {
+            return false;
         }
-        false
+        self.scratch.prefilling.iter().map(|&slot| &self.entries[slot]).any(|owner| {
+            let common = || common_len(&owner.tokens[..owner.prefill_end], usable);
+            owner.namespace == entry.namespace && common() / page_size * page_size >= cached + STEP_COST
+        })
     }
 
     /// Takes the cached prefix and all pages of the present tokens.

@@ -37,6 +37,8 @@ impl Scheduler {
         let entry = &mut self.entries[slot];
         entry.launched -= 1;
         if entry.state == State::Draining {
+            // Worth keeping as a prefix as far as the tokens are known.
+            entry.completed = row.end.min(entry.tokens.len());
             if entry.launched == 0 {
                 self.release(slot);
             }

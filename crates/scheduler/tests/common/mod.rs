@@ -4,7 +4,7 @@
 //! to it. So a lost, repeated or changed token, a wrong page, a freed page that is still mapped or a wrong output
 //! index shows as a wrong value at once. A step runs only when it completes, with freed pages poisoned
 //! as soon as they are free: the latest legal moment.
-#![allow(dead_code)] // each test binary uses a part of it
+#![allow(dead_code, clippy::unwrap_used)] // each test binary uses a part of it; tests may unwrap
 
 use lockstep_core::{FinishReason, PageId, RequestId, SamplingParams, TokenId};
 use lockstep_kvcache::Hasher64;
