@@ -9,14 +9,22 @@
 //! - A streamed answer joins to the same text as the answer sent whole.
 //!
 //! Runs in the launcher process, on its single-threaded event loop. A request passes through four
-//! steps, one module each: parse (`json`), validate (`request`), submit ([`engine`]), answer
-//! (`answer`). Reading order: those, then [`server`]. The behaviour of every field is in
+//! steps, one module each: parse (`body`), validate (`request`), submit ([`engine`]), answer
+//! (`answer`); `handlers` strings them together. Reading order: those, then [`server`] and
+//! `connection`. The behaviour of every field is in
 //! `docs/api.md`.
 
+mod answer;
+mod body;
 pub mod config;
+mod connection;
 pub mod control;
 pub mod engine;
 pub mod error;
+mod fields;
+mod handlers;
+mod request;
+mod respond;
 pub mod server;
 
 pub use config::{ApiConfig, ProcessInfo, REQUESTS_OPEN_MAX, SamplingDefaults};

@@ -1,17 +1,170 @@
 //! The server's life: listen, serve, drain or fail, flush, return.
 
+use crate::connection::{ClientListener, Connection};
+use crate::control::Phase;
+use crate::handlers::{self, App};
+use crate::request::policy::FieldPolicy;
+use crate::respond::{Answer, refuse};
 use crate::{ApiConfig, ApiError, Ended, EngineClient, ServerControl};
+use axum::Router;
+use axum::http::header;
+use axum::routing::{get, post};
 use lockstep_core::Refusal;
+use std::any::Any;
+use std::future::IntoFuture;
+use std::sync::Arc;
+use std::time::Duration;
 use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+use tower_http::catch_panic::CatchPanicLayer;
+use tower_http::cors::{AllowHeaders, AllowMethods, Any as AnyOrigin, CorsLayer};
 
-/// Serves HTTP on `listener` until `control` ends it.
+/// How long the last answers may take to reach their clients after the server has ended them.
+const FLUSH_TIME: Duration = Duration::from_secs(1);
+/// How long browsers may remember a preflight.
+const PREFLIGHT_MAX_AGE: Duration = Duration::from_secs(3600);
+
+/// Serves HTTP on `listener` until `control` ends it; returns how.
+///
+/// - Drain: new requests and `/health` get 503 with Retry-After, open requests go on until they
+///   end or the grace is over; then streams end with an error event and other requests with 503.
+/// - Failure: every open request is answered with the cause at once.
+///
+/// Either way it returns once the answers are flushed, at most one second later. The engine's
+/// dispatcher must run beside it. Works on a single-threaded tokio runtime.
 pub async fn serve(
-    _listener: TcpListener,
-    _config: ApiConfig,
+    listener: TcpListener,
+    config: ApiConfig,
     engine: EngineClient,
     mut control: ServerControl,
 ) -> Result<Ended, ApiError> {
-    control.changed().await;
-    engine.close(Refusal::unavailable("stopping"));
-    Ok(Ended::Failed)
+    // Only a label: without randomness ids may repeat between runs, nothing else.
+    let run_id = getrandom::u32().unwrap_or_default();
+    let app = Arc::new(App { config, engine: engine.clone(), policy: FieldPolicy::default(), run_id });
+    let service = with_layers(routes(app)).into_make_service_with_connect_info::<Connection>();
+    let (stop, stopped) = oneshot::channel::<()>();
+    let shutdown = async {
+        // Errors only when `serve` itself was dropped.
+        let _ = stopped.await;
+    };
+    let server = axum::serve(ClientListener(listener), service).with_graceful_shutdown(shutdown);
+    let mut server = std::pin::pin!(server.into_future());
+    let ended = tokio::select! {
+        result = &mut server => return Err(ApiError::Listener(result.err().unwrap_or_else(unexpected_end))),
+        ended = supervise(&mut control, &engine) => ended,
+    };
+    let flush = async {
+        tokio::select! {
+            () = engine.idle() => {}
+            _ = &mut server => {}
+        }
+        // Stop accepting, close idle connections, let answers in flight reach their clients.
+        let _ = stop.send(());
+        let _ = server.await;
+    };
+    if tokio::time::timeout(FLUSH_TIME, flush).await.is_err() {
+        tracing::debug!("some clients did not take their answers in time");
+    }
+    Ok(ended)
+}
+
+fn unexpected_end() -> std::io::Error {
+    std::io::Error::other("the listener ended by itself")
+}
+
+/// Follows the phases until every request has, or has been given, its end.
+async fn supervise(control: &mut ServerControl, engine: &EngineClient) -> Ended {
+    loop {
+        let phase = control.phase.borrow_and_update().clone();
+        match phase {
+            Phase::Serving => control.changed().await,
+            Phase::Failed { cause } => {
+                engine.close(failed(&cause));
+                return Ended::Failed;
+            }
+            Phase::Draining { grace } => {
+                engine.stop_admission(draining());
+                tokio::select! {
+                    biased;
+                    () = engine.idle() => return Ended::Drained,
+                    () = control.changed() => {}
+                    () = tokio::time::sleep(grace) => {
+                        return Ended::Cut { requests: engine.close(draining()) };
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn failed(cause: &str) -> Refusal {
+    Refusal::unavailable(format!("the engine stopped: {cause}")).with_code("engine_failed")
+}
+
+fn draining() -> Refusal {
+    Refusal::unavailable("the server is shutting down; try again later or elsewhere")
+        .with_code("shutting_down")
+}
+
+fn routes(app: Arc<App>) -> Router {
+    Router::new()
+        .route("/", get(handlers::root))
+        .route("/health", get(handlers::health))
+        .route("/version", get(handlers::version))
+        .route("/server_info", get(handlers::server_info))
+        .route("/v1/models", get(handlers::models))
+        .route("/v1/models/{*id}", get(handlers::model))
+        .route("/v1/chat/completions", post(handlers::chat))
+        .route("/v1/completions", post(handlers::completions))
+        .fallback(handlers::not_found)
+        .method_not_allowed_fallback(handlers::method_not_allowed)
+        .with_state(app)
+}
+
+/// What every answer passes: CORS outside, so that errors carry its headers too; inside it, a
+/// handler that panics becomes a 500.
+fn with_layers(routes: Router) -> Router {
+    let cors = CorsLayer::new()
+        .allow_origin(AnyOrigin)
+        .allow_methods(AllowMethods::mirror_request())
+        .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers([header::RETRY_AFTER])
+        .max_age(PREFLIGHT_MAX_AGE);
+    routes.layer(CatchPanicLayer::custom(panicked)).layer(cors)
+}
+
+fn panicked(panic: Box<dyn Any + Send>) -> Answer {
+    let text = panic.downcast_ref::<&str>().copied().or(panic.downcast_ref::<String>().map(String::as_str));
+    tracing::error!(panic = text.unwrap_or("without a message"), "a request handler panicked");
+    refuse(&Refusal::internal("the server made an error on this request; its log says which"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpStream;
+
+    #[tokio::test]
+    async fn a_panic_in_a_handler_is_a_500_and_the_server_goes_on() {
+        async fn broken() -> Answer {
+            panic!("boom")
+        }
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let server = axum::serve(listener, with_layers(Router::new().route("/", get(broken))));
+        tokio::spawn(server.into_future());
+        for _ in 0..2 {
+            let mut client = TcpStream::connect(address).await.unwrap();
+            client.write_all(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
+            let mut reply = String::new();
+            client.read_to_string(&mut reply).await.unwrap();
+            assert!(reply.starts_with("HTTP/1.1 500"), "{reply}");
+            assert!(reply.contains("access-control-allow-origin: *"), "{reply}");
+            assert!(
+                reply.contains("\"type\":\"internal_server_error\"") && !reply.contains("boom"),
+                "{reply}"
+            );
+        }
+    }
 }

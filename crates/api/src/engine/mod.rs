@@ -110,10 +110,7 @@ impl EngineClient {
             sends.push((send, Outbound::Tokenizer(tokenizer, message)));
         }
         let ids = entries.iter().map(|(id, _)| *id).collect();
-        self.registry.insert(entries)?;
-        for (permit, message) in sends {
-            permit.send(message);
-        }
+        self.registry.open(entries, sends)?;
         Ok(Generation { events, ids, registry: self.registry.clone() })
     }
 
@@ -162,6 +159,11 @@ impl EngineClient {
     /// Requests without a last delta.
     pub(crate) fn requests_open(&self) -> usize {
         self.registry.requests_open()
+    }
+
+    /// The bound on [`Self::requests_open`].
+    pub(crate) fn requests_open_max(&self) -> usize {
+        self.registry.requests_open_max
     }
 
     /// Refuses requests from now on; open ones go on.

@@ -36,7 +36,10 @@ impl Entry {
 struct Table {
     requests: HashMap<RequestId, Entry>,
     queries: BTreeMap<u64, oneshot::Sender<EngineInfo>>,
+    /// Why new requests are refused.
     refusing: Option<Refusal>,
+    /// Nothing more will come from the engine.
+    closed: bool,
 }
 
 #[derive(Debug)]
@@ -64,8 +67,13 @@ impl Registry {
         self.table.lock().expect("invariant: nothing panics while holding the table")
     }
 
-    /// Opens the requests of one answer, all or none.
-    pub(super) fn insert(&self, entries: Vec<(RequestId, Entry)>) -> Result<(), Refusal> {
+    /// Opens the requests of one answer, all or none, and sends them. Both under the lock: from the
+    /// moment an entry can be taken out and aborted, its request is on the way.
+    pub(super) fn open(
+        &self,
+        entries: Vec<(RequestId, Entry)>,
+        sends: Vec<(OwnedPermit<Outbound>, Outbound)>,
+    ) -> Result<(), Refusal> {
         let mut table = self.table();
         if let Some(refusal) = &table.refusing {
             return Err(refusal.clone());
@@ -74,6 +82,9 @@ impl Registry {
             return Err(queue_full(self.requests_open_max));
         }
         table.requests.extend(entries);
+        for (permit, message) in sends {
+            permit.send(message);
+        }
         self.answers.send_modify(|count| *count += 1);
         Ok(())
     }
@@ -97,8 +108,7 @@ impl Registry {
         let (sender, receiver) = oneshot::channel();
         let mut table = self.table();
         match &table.refusing {
-            // A draining engine still answers; a failed one has dropped everything and will not.
-            Some(refusal) if table.requests.is_empty() => Err(refusal.clone()),
+            Some(refusal) if table.closed => Err(refusal.clone()),
             _ => {
                 table.queries.insert(query, sender);
                 Ok(receiver)
@@ -126,6 +136,7 @@ impl Registry {
         let requests = {
             let mut table = self.table();
             table.refusing = Some(refusal.clone());
+            table.closed = true;
             table.queries.clear();
             std::mem::take(&mut table.requests)
         };
@@ -189,7 +200,9 @@ impl EngineInbound {
             ToApi::Deltas(deltas) => deltas.into_iter().for_each(|delta| self.registry.deliver_delta(delta)),
             ToApi::Refused { id, refusal } => self.registry.deliver_refusal(id, refusal),
             ToApi::EngineInfo(info) => self.registry.deliver_info(*info),
-            ToApi::Loading { .. } | ToApi::Ready(_) => tracing::warn!("start-up message after start-up ignored"),
+            ToApi::Loading { .. } | ToApi::Ready(_) => {
+                tracing::warn!("start-up message after start-up ignored")
+            }
         }
     }
 }

@@ -1,0 +1,111 @@
+//! Answers: from the engine's events to HTTP, whole or as server-sent events.
+//!
+//! **When the response head is sent:** with the first event. A refusal is therefore always an
+//! answer with its own status, also for `stream: true`; once text flows, a failure is an error
+//! event. The one exception is a client that closed its sending half: it may be gone, which only
+//! writing can tell, so after [`HALF_CLOSE_PATIENCE`] the head (200) goes out and probes follow
+//! every [`PROBE_INTERVAL`] (an SSE comment, or a line feed, which JSON allows before a value).
+
+mod shape;
+mod stream;
+mod whole;
+
+pub(crate) use shape::Head;
+
+use crate::connection::{Connection, Hold};
+use crate::engine::Generation;
+use crate::request::Endpoint;
+use crate::respond::{Answer, refuse};
+use lockstep_core::{FinishReason, Refusal};
+use lockstep_wire::{Delta, Usage};
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// How long after a half-close the head still waits: nearly every refusal arrives within it.
+const HALF_CLOSE_PATIENCE: Duration = Duration::from_millis(200);
+/// Time between probes of a client that may be gone.
+const PROBE_INTERVAL: Duration = Duration::from_millis(250);
+
+/// A request's answer, from submission to its last byte.
+pub(crate) struct Pending {
+    pub(crate) generation: Generation,
+    pub(crate) hold: Hold,
+    pub(crate) head: Head,
+}
+
+/// Answers with events when `stream`, else with one JSON document.
+pub(crate) async fn answer(pending: Pending, stream: bool) -> Answer {
+    if stream { stream::answer(pending).await } else { whole::answer(pending).await }
+}
+
+/// One choice of the answer so far.
+#[derive(Clone, Debug, Default)]
+struct Choice {
+    usage: Usage,
+    finish: Option<FinishReason>,
+}
+
+/// The choices of an answer and how many of them go on.
+#[derive(Debug)]
+struct Choices {
+    list: Vec<Choice>,
+    open: usize,
+    started: Instant,
+}
+
+impl Choices {
+    fn new(count: usize) -> Self {
+        Self { list: vec![Choice::default(); count], open: count, started: Instant::now() }
+    }
+
+    /// Takes in what a delta says about its choice. True when it was the answer's last.
+    fn record(&mut self, choice: usize, delta: &Delta) -> bool {
+        let state = &mut self.list[choice];
+        state.usage = delta.usage;
+        if delta.finish.is_some() && state.finish.is_none() {
+            state.finish = delta.finish;
+            self.open -= 1;
+        }
+        if let Some(finish) = delta.finish {
+            let usage = delta.usage;
+            tracing::debug!(
+                request = %delta.id,
+                prompt_tokens = usage.prompt_tokens,
+                completion_tokens = usage.completion_tokens,
+                elapsed_ms = self.started.elapsed().as_millis() as u64,
+                finish = finish.as_openai(),
+                "request finished"
+            );
+        }
+        self.open == 0
+    }
+
+    /// Token counts of the whole answer: choices added up.
+    fn usage(&self) -> Usage {
+        self.list.iter().fold(Usage::default(), |sum, choice| Usage {
+            prompt_tokens: sum.prompt_tokens.saturating_add(choice.usage.prompt_tokens),
+            cached_tokens: sum.cached_tokens.saturating_add(choice.usage.cached_tokens),
+            completion_tokens: sum.completion_tokens.saturating_add(choice.usage.completion_tokens),
+        })
+    }
+}
+
+/// Waits until the client has had its sending half closed for [`HALF_CLOSE_PATIENCE`].
+async fn half_close_patience(connection: &Connection) {
+    connection.half_closed().await;
+    tokio::time::sleep(HALF_CLOSE_PATIENCE).await;
+}
+
+/// The engine's refusals name the field of chat requests; completions have another.
+pub(crate) fn in_terms_of(endpoint: Endpoint, mut refusal: Refusal) -> Refusal {
+    if refusal.code.as_deref() == Some("context_length_exceeded") {
+        refusal.param = Some(endpoint.prompt_field().into());
+    }
+    refusal
+}
+
+/// The answer to a request that was refused after it was submitted.
+fn refused(head: &Head, refusal: Refusal) -> Answer {
+    tracing::debug!(answer = head.id(), refusal.status, refusal.message, "request refused");
+    refuse(&in_terms_of(head.endpoint(), refusal))
+}

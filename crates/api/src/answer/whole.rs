@@ -1,0 +1,75 @@
+//! The answer as one JSON document.
+
+use super::{Choices, PROBE_INTERVAL, Pending, half_close_patience, in_terms_of, refused};
+use crate::engine::Event;
+use crate::respond::{Answer, error_json, json_body, json_text};
+use axum::body::{Body, Bytes};
+use axum::http::StatusCode;
+use lockstep_core::{FinishReason, Refusal};
+use std::convert::Infallible;
+
+/// Collects an answer; every await is cancel-safe, so collecting can pause for a probe.
+struct Collector {
+    pending: Pending,
+    choices: Choices,
+    texts: Vec<String>,
+}
+
+pub(super) async fn answer(pending: Pending) -> Answer {
+    let mut collector = Collector::new(pending);
+    let connection = collector.pending.hold.connection().clone();
+    let patience = half_close_patience(&connection);
+    let collected = tokio::select! {
+        biased;
+        collected = collector.collect() => collected,
+        () = patience => return json_body(StatusCode::OK, probing_body(collector)),
+    };
+    match collected {
+        Ok(text) => json_text(StatusCode::OK, text),
+        Err(refusal) => refused(&collector.pending.head, refusal),
+    }
+}
+
+/// A body that writes a line feed per interval, then the answer.
+fn probing_body(collector: Collector) -> Body {
+    let next = |collector: Option<Collector>| async move {
+        let mut collector = collector?;
+        let endpoint = collector.pending.head.endpoint();
+        let frame = match tokio::time::timeout(PROBE_INTERVAL, collector.collect()).await {
+            Err(_) => return Some((Ok::<_, Infallible>(Bytes::from_static(b"\n")), Some(collector))),
+            Ok(Ok(text)) => text,
+            // The status is sent already; the body still says what happened.
+            Ok(Err(refusal)) => error_json(&in_terms_of(endpoint, refusal)),
+        };
+        Some((Ok(Bytes::from(frame)), None))
+    };
+    Body::from_stream(futures::stream::unfold(Some(collector), next))
+}
+
+impl Collector {
+    fn new(pending: Pending) -> Self {
+        let count = pending.generation.choices();
+        Self { pending, choices: Choices::new(count), texts: vec![String::new(); count] }
+    }
+
+    /// Waits for the end of every choice and returns the JSON document.
+    async fn collect(&mut self) -> Result<String, Refusal> {
+        loop {
+            match self.pending.generation.next().await {
+                (choice, Event::Delta(delta)) => {
+                    self.texts[choice].push_str(&delta.text);
+                    if self.choices.record(choice, &delta) {
+                        return Ok(self.document());
+                    }
+                }
+                (_, Event::Refused(refusal)) => return Err(refusal),
+            }
+        }
+    }
+
+    fn document(&mut self) -> String {
+        let texts = std::mem::take(&mut self.texts).into_iter();
+        let finishes = self.choices.list.iter().map(|choice| choice.finish.unwrap_or(FinishReason::Abort));
+        self.pending.head.whole(&texts.zip(finishes).collect::<Vec<_>>(), self.choices.usage())
+    }
+}

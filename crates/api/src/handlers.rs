@@ -1,0 +1,172 @@
+//! One function per endpoint.
+
+use crate::ApiConfig;
+use crate::answer::{self, Head, Pending};
+use crate::body::read_object;
+use crate::connection::Connection;
+use crate::engine::EngineClient;
+use crate::request::{self, Endpoint, policy::FieldPolicy};
+use crate::respond::{Answer, json, refuse};
+use axum::body::Body;
+use axum::extract::rejection::PathRejection;
+use axum::extract::{ConnectInfo, Path, State};
+use axum::http::{Method, Request, Uri};
+use lockstep_core::Refusal;
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// What all handlers share.
+#[derive(Debug)]
+pub(crate) struct App {
+    pub(crate) config: ApiConfig,
+    pub(crate) engine: EngineClient,
+    pub(crate) policy: FieldPolicy,
+    /// Makes answer ids differ between runs of the server.
+    pub(crate) run_id: u32,
+}
+
+/// `POST /v1/chat/completions`
+pub(crate) async fn chat(
+    State(app): State<Arc<App>>,
+    ConnectInfo(connection): ConnectInfo<Connection>,
+    request: Request<Body>,
+) -> Answer {
+    generate(Endpoint::Chat, &app, connection, request).await
+}
+
+/// `POST /v1/completions`
+pub(crate) async fn completions(
+    State(app): State<Arc<App>>,
+    ConnectInfo(connection): ConnectInfo<Connection>,
+    request: Request<Body>,
+) -> Answer {
+    generate(Endpoint::Completions, &app, connection, request).await
+}
+
+/// Parse, validate, submit, answer.
+async fn generate(endpoint: Endpoint, app: &App, connection: Connection, request: Request<Body>) -> Answer {
+    match submit(endpoint, app, connection, request).await {
+        Ok((pending, stream)) => answer::answer(pending, stream).await,
+        Err(refusal) => {
+            tracing::debug!(refusal.status, refusal.message, "request refused");
+            refuse(&answer::in_terms_of(endpoint, refusal))
+        }
+    }
+}
+
+async fn submit(
+    endpoint: Endpoint,
+    app: &App,
+    connection: Connection,
+    request: Request<Body>,
+) -> Result<(Pending, bool), Refusal> {
+    let body = read_object(request, app.config.body_bytes_max).await?;
+    let call = request::validate(endpoint, &body, &app.config, &app.policy)?;
+    drop(body);
+    let hold = connection.hold();
+    let generation = app.engine.submit(call.requests)?;
+    let prefix = match endpoint {
+        Endpoint::Chat => "chatcmpl",
+        Endpoint::Completions => "cmpl",
+    };
+    let id = format!("{prefix}-{:08x}{:08x}", app.run_id, generation.id().0);
+    tracing::debug!(answer = id, request = %generation.id(), stream = call.stream, "request submitted");
+    let head = Head::new(endpoint, id, unix_seconds(), &app.config.served_model_name, call.include_usage);
+    Ok((Pending { generation, hold, head }, call.stream))
+}
+
+fn unix_seconds() -> u64 {
+    // A clock before 1970 is no reason to fail a request.
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// `GET /v1/models`
+pub(crate) async fn models(State(app): State<Arc<App>>) -> Answer {
+    json(&json!({ "object": "list", "data": [model_card(&app.config)] }))
+}
+
+/// `GET /v1/models/{id}`; ids may contain slashes.
+pub(crate) async fn model(State(app): State<Arc<App>>, path: Result<Path<String>, PathRejection>) -> Answer {
+    match path {
+        Ok(Path(id)) if id == app.config.served_model_name => json(&model_card(&app.config)),
+        Ok(Path(id)) => refuse(&request::model_not_found(&id, &app.config)),
+        Err(_) => refuse(&request::model_not_found("(not UTF-8)", &app.config)),
+    }
+}
+
+fn model_card(config: &ApiConfig) -> Value {
+    json!({
+        "id": config.served_model_name,
+        "object": "model",
+        "created": config.created,
+        "owned_by": "lockstep",
+        "max_model_len": config.context_max,
+    })
+}
+
+/// `GET /health`: 200 while requests are admitted, else 503 with the reason.
+pub(crate) async fn health(State(app): State<Arc<App>>) -> Answer {
+    match app.engine.refusing() {
+        None => json(&json!({ "status": "ok" })),
+        Some(refusal) => refuse(&refusal),
+    }
+}
+
+/// `GET /version`
+pub(crate) async fn version(State(app): State<Arc<App>>) -> Answer {
+    json(&json!({ "version": app.config.version }))
+}
+
+/// `GET /`
+pub(crate) async fn root(State(app): State<Arc<App>>) -> Answer {
+    json(&json!({
+        "server": "lockstep",
+        "version": app.config.version,
+        "model": app.config.served_model_name,
+        "endpoints": ENDPOINTS,
+    }))
+}
+
+/// What `/` and the 404 list.
+const ENDPOINTS: &[&str] =
+    &["/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/version", "/server_info"];
+
+/// `GET /server_info`: the state of the engine as rank 0 sees it now, and of the api.
+pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Answer {
+    let engine = match app.engine.info().await {
+        Ok(engine) => engine,
+        Err(refusal) => return refuse(&refusal),
+    };
+    let config = &app.config;
+    json(&json!({
+        "version": config.version,
+        "model": config.served_model_name,
+        "engine": engine,
+        "api": {
+            "requests_open": app.engine.requests_open(),
+            "requests_open_max": app.engine.requests_open_max(),
+            "running_max": config.running_max,
+            "body_bytes_max": config.body_bytes_max,
+            "unknown_fields": app.policy.unknown(),
+            "strict_api": config.strict_api,
+            "chat_error": config.chat_error,
+            "refusing": app.engine.refusing().map(|refusal| refusal.message),
+        },
+        "processes": config.processes,
+    }))
+}
+
+/// Any other path.
+pub(crate) async fn not_found(method: Method, uri: Uri) -> Answer {
+    let path = request::policy::shorten(uri.path());
+    let message = format!("there is no endpoint {method} {path}; endpoints are {}", ENDPOINTS.join(", "));
+    refuse(&Refusal::with_status(404, "invalid_request_error", message).with_code("not_found"))
+}
+
+/// A known path with another method; axum adds the `Allow` header.
+pub(crate) async fn method_not_allowed(method: Method, uri: Uri) -> Answer {
+    let path = request::policy::shorten(uri.path());
+    let message = format!("{path} does not take {method}; the Allow header lists what it takes");
+    refuse(&Refusal::with_status(405, "invalid_request_error", message).with_code("method_not_allowed"))
+}

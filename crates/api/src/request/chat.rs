@@ -1,0 +1,119 @@
+//! The messages of `/v1/chat/completions`: checked, content parts joined, everything else passed
+//! on to the model's chat template.
+//!
+//! What changes on the way: a list of text parts becomes one string, null content (an assistant
+//! turn that only calls tools) becomes "", other null fields are left out, and the arguments of
+//! tool calls become the object they spell, which is what chat templates expect. Roles reach the
+//! template as sent, `developer` too: whether it means `system` is the template's to say.
+
+use crate::ApiConfig;
+use crate::fields::{Fields, kind};
+use lockstep_core::Refusal;
+use lockstep_wire::{ChatMessages, Prompt};
+use serde_json::{Map, Value};
+
+/// Roles of OpenAI's API that have a meaning for a text model.
+const ROLES: &[&str] = &["system", "developer", "user", "assistant", "tool"];
+
+pub(super) fn prompt(fields: &Fields<'_>, config: &ApiConfig) -> Result<Prompt, Refusal> {
+    if let Some(reason) = &config.chat_error {
+        return Err(Refusal::invalid(reason.clone()).with_code("chat_template_missing"));
+    }
+    let Some(list) = fields.list("messages")? else {
+        return Err(fields.invalid("messages", "is required: a list of messages"));
+    };
+    if list.is_empty() {
+        return Err(fields.invalid("messages", "is empty; send at least one message"));
+    }
+    let messages =
+        list.iter().enumerate().map(|(i, item)| message(i, item)).collect::<Result<Vec<_>, _>>()?;
+    let kwargs = fields.object("chat_template_kwargs")?;
+    let add_generation_prompt = fields.boolean("add_generation_prompt")?.unwrap_or(true);
+    Ok(Prompt::Chat(ChatMessages {
+        messages_json: Value::Array(messages).to_string(),
+        tools_json: None,
+        template_kwargs_json: kwargs.filter(|map| !map.is_empty()).map(crate::respond::to_json),
+        add_generation_prompt,
+    }))
+}
+
+fn message(index: usize, item: &Value) -> Result<Value, Refusal> {
+    let path = format!("messages[{index}]");
+    let Some(map) = item.as_object() else {
+        let message = format!("{path} must be an object with role and content, got {}", kind(item));
+        return Err(Refusal::invalid_param(path, message));
+    };
+    let path = path + ".";
+    let fields = Fields::new(map, &path);
+    let Some(role) = fields.string("role")? else {
+        return Err(fields.invalid("role", format!("is required: one of {}", ROLES.join(", "))));
+    };
+    if !ROLES.contains(&role) {
+        let got = super::policy::shorten(role);
+        return Err(fields.invalid("role", format!("must be one of {}, got {got:?}", ROLES.join(", "))));
+    }
+    fields.string("name")?;
+    let tool_calls = fields.list("tool_calls")?.filter(|calls| !calls.is_empty());
+    let content = match fields.get("content") {
+        Some(content) => content_text(&fields, content)?,
+        None if role == "assistant" && tool_calls.is_some() => String::new(),
+        None => return Err(fields.invalid("content", "is required: a string or a list of text parts")),
+    };
+    let mut clean = Map::new();
+    for (name, value) in map {
+        match name.as_str() {
+            "content" => clean.insert(name.clone(), Value::String(content.clone())),
+            "tool_calls" => {
+                tool_calls.and_then(|calls| clean.insert(name.clone(), with_argument_objects(calls)))
+            }
+            _ if value.is_null() => None,
+            _ => clean.insert(name.clone(), value.clone()),
+        };
+    }
+    clean.entry("content").or_insert(Value::String(content));
+    Ok(Value::Object(clean))
+}
+
+fn content_text(fields: &Fields<'_>, content: &Value) -> Result<String, Refusal> {
+    match content {
+        Value::String(text) => Ok(text.clone()),
+        Value::Array(parts) => {
+            let parts = parts.iter().enumerate().map(|(i, part)| part_text(fields, i, part));
+            parts.collect::<Result<Vec<&str>, _>>().map(|texts| texts.concat())
+        }
+        other => {
+            let message = format!("must be a string or a list of text parts, got {}", kind(other));
+            Err(fields.invalid("content", message))
+        }
+    }
+}
+
+fn part_text<'a>(fields: &Fields<'_>, index: usize, part: &'a Value) -> Result<&'a str, Refusal> {
+    let name = format!("content[{index}]");
+    match part.get("type").and_then(Value::as_str) {
+        Some("text") => part
+            .get("text")
+            .and_then(Value::as_str)
+            .ok_or_else(|| fields.invalid(&name, "is a text part without a string in its field text")),
+        Some(other) => {
+            let got = super::policy::shorten(other);
+            Err(fields
+                .invalid(&name, format!("is a part of type {got:?}, but this model takes text parts only")))
+        }
+        None => Err(fields.invalid(&name, "must be an object like {\"type\": \"text\", \"text\": \"...\"}")),
+    }
+}
+
+/// OpenAI sends `function.arguments` as JSON text; templates write it out as an object. Text that
+/// is not an object stays as it is.
+fn with_argument_objects(calls: &[Value]) -> Value {
+    let mut calls = calls.to_vec();
+    for call in &mut calls {
+        let Some(arguments) = call.pointer_mut("/function/arguments") else { continue };
+        let parsed = arguments.as_str().and_then(|text| serde_json::from_str(text).ok());
+        if let Some(object @ Value::Object(_)) = parsed {
+            *arguments = object;
+        }
+    }
+    Value::Array(calls)
+}

@@ -1,0 +1,100 @@
+//! Validation: from a JSON object to requests for the engine, or to a refusal. Pure: no clock and
+//! no I/O except the random seed of a request that gives none.
+
+mod chat;
+mod completions;
+pub(crate) mod policy;
+mod sampling;
+#[cfg(test)]
+mod tests;
+
+use crate::ApiConfig;
+use crate::engine::NewRequest;
+use crate::fields::Fields;
+use lockstep_core::Refusal;
+use policy::FieldPolicy;
+use serde_json::{Map, Value};
+
+/// Which of OpenAI's two generation endpoints was called; decides fields, defaults and shapes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Endpoint {
+    /// `/v1/chat/completions`
+    Chat,
+    /// `/v1/completions`
+    Completions,
+}
+
+impl Endpoint {
+    /// The field that holds the prompt.
+    pub(crate) fn prompt_field(self) -> &'static str {
+        match self {
+            Endpoint::Chat => "messages",
+            Endpoint::Completions => "prompt",
+        }
+    }
+}
+
+/// A validated call: what to run and how to answer.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Call {
+    /// One per choice of the answer.
+    pub(crate) requests: Vec<NewRequest>,
+    /// Answer with server-sent events.
+    pub(crate) stream: bool,
+    /// Send one more chunk with the token counts.
+    pub(crate) include_usage: bool,
+}
+
+/// Validates the body of one of the two generation endpoints.
+pub(crate) fn validate(
+    endpoint: Endpoint,
+    body: &Map<String, Value>,
+    config: &ApiConfig,
+    policy: &FieldPolicy,
+) -> Result<Call, Refusal> {
+    let fields = Fields::new(body, "");
+    policy.check(endpoint, body, config.strict_api)?;
+    check_model(&fields, config)?;
+    let stream = fields.boolean("stream")?.unwrap_or(false);
+    let include_usage = include_usage(&fields, stream)?;
+    let text = sampling::text_params(&fields)?;
+    let sampling = sampling::sampling_params(&fields, endpoint, config)?;
+    let prompts = match endpoint {
+        Endpoint::Chat => vec![chat::prompt(&fields, config)?],
+        Endpoint::Completions => completions::prompts(&fields, config)?,
+    };
+    let request = |prompt| NewRequest { prompt, sampling: sampling.clone(), text: text.clone() };
+    Ok(Call { requests: prompts.into_iter().map(request).collect(), stream, include_usage })
+}
+
+/// Absent, or the served name.
+fn check_model(fields: &Fields<'_>, config: &ApiConfig) -> Result<(), Refusal> {
+    match fields.string("model")? {
+        Some(name) if name != config.served_model_name => Err(model_not_found(name, config)),
+        _ => Ok(()),
+    }
+}
+
+/// The 404 for another model's name.
+pub(crate) fn model_not_found(name: &str, config: &ApiConfig) -> Refusal {
+    let served = &config.served_model_name;
+    let name = policy::shorten(name);
+    let refusal = Refusal::with_status(
+        404,
+        "invalid_request_error",
+        format!("the model {name:?} does not exist on this server, which serves {served:?}"),
+    );
+    Refusal { param: Some("model".into()), ..refusal }.with_code("model_not_found")
+}
+
+fn include_usage(fields: &Fields<'_>, stream: bool) -> Result<bool, Refusal> {
+    let Some(options) = fields.object("stream_options")? else { return Ok(false) };
+    if !stream {
+        return Err(fields.invalid("stream_options", "needs stream: true"));
+    }
+    let options = Fields::new(options, "stream_options.");
+    if options.boolean("continuous_usage_stats")? == Some(true) {
+        return Err(options.invalid("continuous_usage_stats", "is not supported; leave it out"));
+    }
+    Ok(options.boolean("include_usage")?.unwrap_or(false))
+}

@@ -1,0 +1,227 @@
+//! The field policy of the design: unknown fields are accepted, counted and logged once (or
+//! refused with `--strict-api`); fields that are known elsewhere but not supported here are
+//! refused unless null or at the value that changes nothing.
+
+use super::Endpoint;
+use lockstep_core::Refusal;
+use serde_json::{Map, Value};
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Different unknown names that are logged; later ones are only counted.
+const NAMES_LOGGED_MAX: usize = 64;
+/// Characters of a client's own text that are repeated in messages and logs.
+const QUOTED_CHARS_MAX: usize = 64;
+
+/// Read by this server on both endpoints.
+const COMMON: &[&str] = &[
+    "model",
+    "stream",
+    "stream_options",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+];
+/// Read on `/v1/chat/completions` only.
+const CHAT: &[&str] = &["messages", "max_completion_tokens", "add_generation_prompt", "chat_template_kwargs"];
+/// Read on `/v1/completions` only.
+const COMPLETIONS: &[&str] = &["prompt"];
+/// Known and without effect on the answer here: bookkeeping of the client or of OpenAI's service.
+const WITHOUT_EFFECT: &[&str] = &[
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+    "request_id",
+];
+
+/// The value at which an unsupported field changes nothing.
+#[derive(Clone, Copy, Debug)]
+enum Neutral {
+    /// Only null.
+    Nothing,
+    Bool(bool),
+    Number(f64),
+    /// An empty string, list or object.
+    Empty,
+    /// One of these strings.
+    Text(&'static [&'static str]),
+    /// `{"type": "text"}`
+    TextFormat,
+    /// `["text"]`
+    TextModality,
+}
+
+/// Fields with a meaning in OpenAI's, vLLM's or SGLang's API that this server does not have.
+const UNSUPPORTED: &[(&str, Neutral)] = &[
+    ("n", Neutral::Number(1.0)),
+    ("best_of", Neutral::Number(1.0)),
+    ("echo", Neutral::Bool(false)),
+    ("suffix", Neutral::Empty),
+    ("logprobs", Neutral::Bool(false)),
+    ("top_logprobs", Neutral::Number(0.0)),
+    ("prompt_logprobs", Neutral::Nothing),
+    ("logit_bias", Neutral::Empty),
+    ("presence_penalty", Neutral::Number(0.0)),
+    ("frequency_penalty", Neutral::Number(0.0)),
+    ("repetition_penalty", Neutral::Number(1.0)),
+    ("length_penalty", Neutral::Number(1.0)),
+    ("use_beam_search", Neutral::Bool(false)),
+    ("early_stopping", Neutral::Bool(false)),
+    ("bad_words", Neutral::Empty),
+    ("allowed_token_ids", Neutral::Nothing),
+    ("include_stop_str_in_output", Neutral::Bool(false)),
+    ("no_stop_trim", Neutral::Bool(false)),
+    ("spaces_between_special_tokens", Neutral::Bool(true)),
+    ("truncate_prompt_tokens", Neutral::Nothing),
+    ("add_special_tokens", Neutral::Bool(true)),
+    ("response_format", Neutral::TextFormat),
+    ("structured_outputs", Neutral::Empty),
+    ("guided_json", Neutral::Nothing),
+    ("guided_regex", Neutral::Nothing),
+    ("guided_choice", Neutral::Empty),
+    ("guided_grammar", Neutral::Nothing),
+    ("regex", Neutral::Nothing),
+    ("ebnf", Neutral::Nothing),
+    ("json_schema", Neutral::Nothing),
+    ("tools", Neutral::Empty),
+    ("tool_choice", Neutral::Text(&["none", "auto"])),
+    ("functions", Neutral::Empty),
+    ("function_call", Neutral::Text(&["none", "auto"])),
+    ("reasoning_effort", Neutral::Nothing),
+    ("verbosity", Neutral::Nothing),
+    ("modalities", Neutral::TextModality),
+    ("audio", Neutral::Nothing),
+    ("prediction", Neutral::Nothing),
+    ("web_search_options", Neutral::Nothing),
+    ("chat_template", Neutral::Nothing),
+    ("continue_final_message", Neutral::Bool(false)),
+    ("documents", Neutral::Empty),
+    ("return_token_ids", Neutral::Bool(false)),
+    ("return_tokens_as_token_ids", Neutral::Bool(false)),
+    ("prompt_embeds", Neutral::Nothing),
+    ("lora_path", Neutral::Nothing),
+    ("cache_salt", Neutral::Nothing),
+    ("priority", Neutral::Number(0.0)),
+];
+
+impl Neutral {
+    fn accepts(self, value: &Value) -> bool {
+        match self {
+            Neutral::Nothing => false,
+            Neutral::Bool(neutral) => value.as_bool() == Some(neutral),
+            Neutral::Number(neutral) => value.as_f64() == Some(neutral),
+            Neutral::Empty => match value {
+                Value::String(text) => text.is_empty(),
+                Value::Array(list) => list.is_empty(),
+                Value::Object(map) => map.is_empty(),
+                _ => false,
+            },
+            Neutral::Text(texts) => value.as_str().is_some_and(|text| texts.contains(&text)),
+            Neutral::TextFormat => value.get("type").and_then(Value::as_str) == Some("text"),
+            Neutral::TextModality => {
+                matches!(value.as_array().map(Vec::as_slice), Some([one]) if one == "text")
+            }
+        }
+    }
+
+    fn in_words(self) -> String {
+        match self {
+            Neutral::Nothing => "leave it out".into(),
+            Neutral::Bool(neutral) => format!("leave it out or send {neutral}"),
+            Neutral::Number(neutral) => format!("leave it out or send {neutral}"),
+            Neutral::Empty => "leave it out or send it empty".into(),
+            Neutral::Text(texts) => format!("leave it out or send {:?}", texts[0]),
+            Neutral::TextFormat => "leave it out or send {\"type\": \"text\"}".into(),
+            Neutral::TextModality => "leave it out or send [\"text\"]".into(),
+        }
+    }
+}
+
+/// Counts unknown fields over the life of the server.
+#[derive(Debug, Default)]
+pub(crate) struct FieldPolicy {
+    unknown: AtomicU64,
+    logged: Mutex<BTreeSet<String>>,
+}
+
+impl FieldPolicy {
+    /// Checks the names of a request, and the values of unsupported fields.
+    pub(crate) fn check(
+        &self,
+        endpoint: Endpoint,
+        body: &Map<String, Value>,
+        strict: bool,
+    ) -> Result<(), Refusal> {
+        let own = match endpoint {
+            Endpoint::Chat => CHAT,
+            Endpoint::Completions => COMPLETIONS,
+        };
+        for (name, value) in body {
+            let name = name.as_str();
+            if [COMMON, own, WITHOUT_EFFECT].iter().any(|names| names.contains(&name)) {
+                continue;
+            }
+            match UNSUPPORTED.iter().find(|(unsupported, _)| *unsupported == name) {
+                Some((_, neutral)) if !value.is_null() => check_neutral(endpoint, name, value, *neutral)?,
+                Some(_) => {}
+                None => self.unknown_field(name, strict)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn unknown_field(&self, name: &str, strict: bool) -> Result<(), Refusal> {
+        let shown = shorten(name);
+        if strict {
+            let message = format!("{shown:?} is not a field of this request; leave it out (--strict-api)");
+            return Err(Refusal::invalid_param(shown, message).with_code("unknown_field"));
+        }
+        self.unknown.fetch_add(1, Ordering::Relaxed);
+        let mut logged = self.logged.lock().expect("invariant: nothing panics while holding it");
+        if logged.len() < NAMES_LOGGED_MAX && !logged.contains(&shown) {
+            tracing::warn!(field = shown, "unknown request field ignored; logged once");
+            logged.insert(shown);
+        }
+        Ok(())
+    }
+
+    /// Unknown fields seen so far.
+    pub(crate) fn unknown(&self) -> u64 {
+        self.unknown.load(Ordering::Relaxed)
+    }
+}
+
+fn check_neutral(endpoint: Endpoint, name: &str, value: &Value, neutral: Neutral) -> Result<(), Refusal> {
+    // A count on the completions endpoint: 0 asks for the sampled token's own, so only null is neutral.
+    let neutral = match (endpoint, name) {
+        (Endpoint::Completions, "logprobs") => Neutral::Nothing,
+        _ => neutral,
+    };
+    if neutral.accepts(value) {
+        return Ok(());
+    }
+    let message = format!("{name} is not supported by this server; {}", neutral.in_words());
+    Err(Refusal::invalid_param(name, message).with_code("unsupported_field"))
+}
+
+/// A client's own text, short enough for a message.
+pub(crate) fn shorten(text: &str) -> String {
+    match text.char_indices().nth(QUOTED_CHARS_MAX) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.into(),
+    }
+}

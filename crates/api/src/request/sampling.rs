@@ -1,0 +1,143 @@
+//! Sampling and text parameters: ranges, defaults and the documented reading of edge values.
+
+use super::Endpoint;
+use crate::ApiConfig;
+use crate::fields::{Fields, integer, kind};
+use lockstep_core::limits::{STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX};
+use lockstep_core::{Refusal, SamplingParams, TokenId};
+use lockstep_wire::TextParams;
+use serde_json::Value;
+
+/// Above it every distribution is flat anyway.
+const TEMPERATURE_MAX: f64 = 100.0;
+/// Below it sampling is greedy: dividing logits by less overflows f32 long before it changes
+/// which token wins.
+const TEMPERATURE_MIN: f64 = 1e-5;
+/// Further end tokens of one request.
+const STOP_TOKEN_IDS_MAX: usize = 256;
+/// OpenAI's default for completions; chat has none.
+const COMPLETIONS_MAX_TOKENS: u32 = 16;
+
+/// How tokens are chosen, with the model's defaults filled in.
+pub(super) fn sampling_params(
+    fields: &Fields<'_>,
+    endpoint: Endpoint,
+    config: &ApiConfig,
+) -> Result<SamplingParams, Refusal> {
+    let defaults = config.default_sampling;
+    let temperature = fields.number("temperature", 0.0..=TEMPERATURE_MAX)?;
+    let temperature = temperature.unwrap_or(defaults.temperature.unwrap_or(1.0).into());
+    let top_p = fields.number("top_p", 0.0..=1.0)?.unwrap_or(defaults.top_p.unwrap_or(1.0).into());
+    let top_k = top_k(fields)?.unwrap_or(defaults.top_k.unwrap_or(0));
+    let min_p = fields.number("min_p", 0.0..=1.0)?.unwrap_or(defaults.min_p.unwrap_or(0.0).into());
+    let max_tokens = max_tokens(fields, endpoint)?;
+    let min_tokens = fields.integer("min_tokens", 0..=u32::MAX.into())?.unwrap_or(0) as u32;
+    if let Some(max_tokens) = max_tokens
+        && min_tokens > max_tokens
+    {
+        let message = format!("must not exceed the token limit, got {min_tokens} of at most {max_tokens}");
+        return Err(fields.invalid("min_tokens", message));
+    }
+    // The smallest set that reaches probability 0 still holds the most likely token, and only it.
+    let (top_k, top_p) = if top_p == 0.0 { (1, 1.0) } else { (top_k, top_p) };
+    Ok(SamplingParams {
+        temperature: if temperature < TEMPERATURE_MIN { 0.0 } else { temperature as f32 },
+        top_k,
+        top_p: top_p as f32,
+        min_p: min_p as f32,
+        seed: seed(fields)?,
+        choice: 0,
+        max_tokens,
+        min_tokens,
+        ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
+        stop_token_ids: stop_token_ids(fields, config.vocab_size)?,
+    })
+}
+
+/// -1 and 0 mean all tokens.
+fn top_k(fields: &Fields<'_>) -> Result<Option<u32>, Refusal> {
+    let Some(top_k) = fields.integer("top_k", -1..=i128::from(i64::MAX))? else { return Ok(None) };
+    Ok(Some(u32::try_from(top_k.max(0)).unwrap_or(u32::MAX)))
+}
+
+/// `max_completion_tokens` (chat) wins over `max_tokens`; both are checked.
+fn max_tokens(fields: &Fields<'_>, endpoint: Endpoint) -> Result<Option<u32>, Refusal> {
+    let range = 1..=i128::from(i64::MAX);
+    let plain = fields.integer("max_tokens", range.clone())?;
+    let (newer, default) = match endpoint {
+        Endpoint::Chat => (fields.integer("max_completion_tokens", range)?, None),
+        Endpoint::Completions => (None, Some(COMPLETIONS_MAX_TOKENS)),
+    };
+    // More than the context holds is not an error: the answer then ends there, with `length`.
+    Ok(newer.or(plain).map(|n| u32::try_from(n).unwrap_or(u32::MAX)).or(default))
+}
+
+/// Any 64-bit integer, signed or not; a random one when there is none.
+fn seed(fields: &Fields<'_>) -> Result<u64, Refusal> {
+    match fields.integer("seed", i64::MIN.into()..=u64::MAX.into())? {
+        // Negative seeds keep their bits: all that matters is that different seeds stay different.
+        Some(seed) => Ok(seed as u64),
+        None => getrandom::u64()
+            .map_err(|e| Refusal::internal(format!("the system gave no random seed: {e}; send one as seed"))),
+    }
+}
+
+fn stop_token_ids(fields: &Fields<'_>, vocab_size: usize) -> Result<Vec<TokenId>, Refusal> {
+    let Some(list) = fields.list("stop_token_ids")? else { return Ok(Vec::new()) };
+    if list.len() > STOP_TOKEN_IDS_MAX {
+        let message = format!("has {} entries, accepted are {STOP_TOKEN_IDS_MAX}", list.len());
+        return Err(fields.invalid("stop_token_ids", message));
+    }
+    token_ids(fields, "stop_token_ids", list, vocab_size)
+}
+
+/// A list of ids that the model has.
+pub(super) fn token_ids(
+    fields: &Fields<'_>,
+    name: &str,
+    list: &[Value],
+    vocab_size: usize,
+) -> Result<Vec<TokenId>, Refusal> {
+    let id = |value: &Value| {
+        let id = integer(value)
+            .ok_or_else(|| fields.invalid(name, format!("must hold token ids only, got {}", kind(value))))?;
+        TokenId::try_from(id).ok().filter(|id| (*id as usize) < vocab_size).ok_or_else(|| {
+            fields.invalid(name, format!("holds token id {id}, but the model has ids 0..{vocab_size}"))
+        })
+    };
+    list.iter().map(id).collect()
+}
+
+/// How tokens become text.
+pub(super) fn text_params(fields: &Fields<'_>) -> Result<TextParams, Refusal> {
+    let stop = match fields.get("stop") {
+        None => Vec::new(),
+        Some(Value::String(text)) => vec![text.clone()],
+        Some(Value::Array(list)) => {
+            list.iter().map(|item| stop_string(fields, item)).collect::<Result<_, _>>()?
+        }
+        Some(other) => {
+            return Err(
+                fields.invalid("stop", format!("must be a string or a list of strings, got {}", kind(other)))
+            );
+        }
+    };
+    if stop.len() > STOP_STRINGS_MAX {
+        let message = format!("has {} strings, accepted are {STOP_STRINGS_MAX}", stop.len());
+        return Err(fields.invalid("stop", message));
+    }
+    if stop.iter().any(String::is_empty) {
+        return Err(fields.invalid("stop", "holds an empty string, which would end every answer at once"));
+    }
+    if let Some(long) = stop.iter().find(|text| text.len() > STOP_STRING_BYTES_MAX) {
+        let message = format!("holds a string of {} bytes, accepted are {STOP_STRING_BYTES_MAX}", long.len());
+        return Err(fields.invalid("stop", message));
+    }
+    let skip_special_tokens = fields.boolean("skip_special_tokens")?.unwrap_or(true);
+    Ok(TextParams { stop, skip_special_tokens })
+}
+
+fn stop_string(fields: &Fields<'_>, item: &Value) -> Result<String, Refusal> {
+    let wrong = || fields.invalid("stop", format!("must hold strings only, got {}", kind(item)));
+    item.as_str().map(String::from).ok_or_else(wrong)
+}

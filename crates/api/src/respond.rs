@@ -1,0 +1,68 @@
+//! From refusals and values to HTTP answers.
+
+use axum::body::Body;
+use axum::http::{HeaderValue, Response, StatusCode, header};
+use lockstep_core::Refusal;
+use serde::Serialize;
+
+/// An HTTP answer.
+pub(crate) type Answer = Response<Body>;
+
+/// Seconds a client is told to wait after a 429 or 503.
+const RETRY_AFTER_S: &str = "1";
+
+/// OpenAI's error body.
+#[derive(Serialize)]
+struct ErrorBody<'a> {
+    error: ErrorFields<'a>,
+}
+
+#[derive(Serialize)]
+struct ErrorFields<'a> {
+    message: &'a str,
+    #[serde(rename = "type")]
+    kind: &'a str,
+    param: Option<&'a str>,
+    code: Option<&'a str>,
+}
+
+/// `{"error": {"message", "type", "param", "code"}}`.
+pub(crate) fn error_json(refusal: &Refusal) -> String {
+    let Refusal { status: _, kind, code, param, message } = refusal;
+    to_json(&ErrorBody {
+        error: ErrorFields { message, kind, param: param.as_deref(), code: code.as_deref() },
+    })
+}
+
+/// The answer for a refused request.
+pub(crate) fn refuse(refusal: &Refusal) -> Answer {
+    let status = StatusCode::from_u16(refusal.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let mut answer = json_text(status, error_json(refusal));
+    if matches!(refusal.status, 429 | 503) {
+        answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static(RETRY_AFTER_S));
+    }
+    answer
+}
+
+/// A 200 with a JSON body.
+pub(crate) fn json(body: &impl Serialize) -> Answer {
+    json_text(StatusCode::OK, to_json(body))
+}
+
+/// An answer whose body is JSON text already.
+pub(crate) fn json_text(status: StatusCode, text: String) -> Answer {
+    json_body(status, Body::from(text))
+}
+
+/// An answer whose body will be JSON.
+pub(crate) fn json_body(status: StatusCode, body: Body) -> Answer {
+    let mut answer = Response::new(body);
+    *answer.status_mut() = status;
+    answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    answer
+}
+
+/// JSON text of one of our own types.
+pub(crate) fn to_json(value: &impl Serialize) -> String {
+    serde_json::to_string(value).expect("invariant: answer types have string keys and no failing Serialize")
+}
