@@ -36,7 +36,10 @@ pub(crate) fn read_folder(folder: &Path) -> Result<HfText, TokenizerError> {
         tokenizer,
         templates: read_templates(folder, &config)?,
         special_tokens: BTreeMap::new(),
-        cleans_up_spaces: config.get("clean_up_tokenization_spaces").and_then(Value::as_bool).unwrap_or(false),
+        cleans_up_spaces: config
+            .get("clean_up_tokenization_spaces")
+            .and_then(Value::as_bool)
+            .unwrap_or(false),
     };
     for name in SPECIAL_NAMES {
         let value = config.get(name).filter(|v| !v.is_null()).or_else(|| map.get(name));
@@ -107,7 +110,8 @@ fn read_templates(folder: &Path, config: &Map<String, Value>) -> Result<Template
 /// A template is a string, or a list of `{"name", "template"}` of which `default` and `tool_use` count.
 pub(crate) fn template_sources(value: &Value) -> TemplateSources {
     let named = |wanted: &str| {
-        let entry = value.as_array()?.iter().find(|e| e.get("name").and_then(Value::as_str) == Some(wanted))?;
+        let entry =
+            value.as_array()?.iter().find(|e| e.get("name").and_then(Value::as_str) == Some(wanted))?;
         entry.get("template")?.as_str().map(str::to_owned)
     };
     match value.as_str() {

@@ -25,6 +25,8 @@ mod model;
 mod pieces;
 mod stream;
 #[cfg(test)]
+mod test_models;
+#[cfg(test)]
 mod test_rng;
 pub mod worker;
 

@@ -45,6 +45,8 @@ struct Parts {
     special_tokens: BTreeMap<String, String>,
     cleans_up_spaces: bool,
     eos: Vec<TokenId>,
+    /// Tokens that the files list, if they list more than the tokenizer uses.
+    tokens_listed: usize,
 }
 
 impl TextModel {
@@ -72,7 +74,7 @@ impl TextModel {
         Ok(Self {
             bos,
             eos: parts.eos,
-            vocab_size: options.vocab_size.unwrap_or(pieces.len()),
+            vocab_size: options.vocab_size.unwrap_or(parts.tokens_listed.max(pieces.len())),
             context_max: options.context_max.unwrap_or(usize::MAX),
             cleans_up_spaces: parts.cleans_up_spaces,
             chat: ChatTemplate::compile(parts.templates, parts.special_tokens, system_clock),
@@ -298,6 +300,7 @@ fn hf_parts(folder: &Path) -> Result<Parts, TokenizerError> {
         templates: text.templates,
         special_tokens: text.special_tokens,
         cleans_up_spaces: text.cleans_up_spaces,
+        tokens_listed: 0,
     })
 }
 
@@ -311,6 +314,7 @@ fn gguf_parts(vocab: &GgufVocab) -> Result<Parts, TokenizerError> {
         special_tokens: vocab.special_tokens(),
         cleans_up_spaces: false,
         eos,
+        tokens_listed: vocab.tokens.len(),
     })
 }
 

@@ -96,7 +96,9 @@ impl Pieces {
             }
             pieces.piece_bytes_max = pieces.piece_bytes_max.max(piece.len());
             pieces.bytes.extend_from_slice(&piece);
-            pieces.ends.push(u32::try_from(pieces.bytes.len()).map_err(|e| TokenizerError::malformed(path, e))?);
+            pieces
+                .ends
+                .push(u32::try_from(pieces.bytes.len()).map_err(|e| TokenizerError::malformed(path, e))?);
             pieces.flags.push(flags);
         }
         Ok(pieces)
@@ -105,11 +107,6 @@ impl Pieces {
     /// One more than the highest id.
     pub(crate) fn len(&self) -> usize {
         self.ends.len()
-    }
-
-    /// Whether `id` is a special token.
-    pub(crate) fn is_special(&self, id: TokenId) -> bool {
-        self.flags.get(id as usize).is_some_and(|f| f & SPECIAL != 0)
     }
 
     /// The piece of `id`; none for ids the tokenizer does not know (padding of the vocabulary).
@@ -198,9 +195,10 @@ fn read_decoder(
     let unsupported = || TokenizerError::Unsupported {
         path: path.into(),
         what: format!("the decoder {}", serde_json::to_string(decoder).unwrap_or_default()),
-        supported: "ByteLevel, Metaspace, WordPiece, or a sequence of Replace, ByteFallback, Fuse and a leading \
+        supported:
+            "ByteLevel, Metaspace, WordPiece, or a sequence of Replace, ByteFallback, Fuse and a leading \
                     Strip"
-            .into(),
+                .into(),
     };
     match &steps[..] {
         [DecoderWrapper::ByteLevel(_)] | [DecoderWrapper::ByteLevel(_), DecoderWrapper::Fuse(_)] => {
@@ -211,9 +209,10 @@ fn read_decoder(
                 metaspace.get_prepend_scheme() != tokenizers::pre_tokenizers::metaspace::PrependScheme::Never;
             Ok((Joining::Metaspace { replacement: metaspace.get_replacement(), drops_first }, Vec::new()))
         }
-        [DecoderWrapper::WordPiece(wordpiece)] => {
-            Ok((Joining::WordPiece { prefix: wordpiece.prefix.clone(), cleanup: wordpiece.cleanup }, Vec::new()))
-        }
+        [DecoderWrapper::WordPiece(wordpiece)] => Ok((
+            Joining::WordPiece { prefix: wordpiece.prefix.clone(), cleanup: wordpiece.cleanup },
+            Vec::new(),
+        )),
         _ => read_fallback_sequence(steps).ok_or_else(unsupported),
     }
 }

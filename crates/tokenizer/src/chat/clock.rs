@@ -91,7 +91,8 @@ fn days_from_civil(year: i64, month: i64, day: i64) -> i64 {
     let year = if month <= 2 { year - 1 } else { year };
     let (era, year_of_era) = (year.div_euclid(400), year.rem_euclid(400));
     let shifted = (month + 9) % 12;
-    let day_of_era = year_of_era * 365 + year_of_era / 4 - year_of_era / 100 + (153 * shifted + 2) / 5 + day - 1;
+    let day_of_era =
+        year_of_era * 365 + year_of_era / 4 - year_of_era / 100 + (153 * shifted + 2) / 5 + day - 1;
     era * 146_097 + day_of_era - 719_468
 }
 
@@ -104,7 +105,10 @@ mod tests {
     fn a_known_moment() {
         let t = 1_721_995_506;
         assert_eq!(strftime("%d %b %Y", t), "26 Jul 2024");
-        assert_eq!(strftime("%A, %B %-d, %Y %H:%M:%S %I %p %j %y %%", t), "Friday, July 26, 2024 12:05:06 12 PM 208 24 %");
+        assert_eq!(
+            strftime("%A, %B %-d, %Y %H:%M:%S %I %p %j %y %%", t),
+            "Friday, July 26, 2024 12:05:06 12 PM 208 24 %"
+        );
         assert_eq!(strftime("%F %q %", t), "2024-07-26 %q %");
     }
 

@@ -56,9 +56,11 @@ impl ChatTemplate {
         unix_seconds: fn() -> u64,
     ) -> Result<Self, String> {
         let Some(default) = sources.default.or_else(|| sources.tool_use.clone()) else {
-            return Err("the model has no chat template, so chat requests are refused; use /v1/completions or \
+            return Err(
+                "the model has no chat template, so chat requests are refused; use /v1/completions or \
                         pass a template with --chat-template"
-                .into());
+                    .into(),
+            );
         };
         let mut environment = environment(unix_seconds);
         let has_tool_use = sources.tool_use.is_some();
@@ -134,7 +136,10 @@ fn normalise_messages(messages: &mut Json) -> Result<(), Refusal> {
     };
     for message in list {
         let Some(message) = message.as_object_mut() else {
-            return Err(Refusal::invalid_param("messages", "each of `messages` must be an object with a role"));
+            return Err(Refusal::invalid_param(
+                "messages",
+                "each of `messages` must be an object with a role",
+            ));
         };
         let content = message.entry("content").or_insert(Json::Null);
         if content.is_null() {

@@ -28,6 +28,8 @@ use tokenizers::{AddedToken, Tokenizer};
 /// The token types of the format's description that matter here.
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
+/// Padding rows of the embedding; the original tokenizer does not know them.
+const UNUSED: i64 = 5;
 /// Most tokens a vocabulary may have.
 const TOKENS_MAX: usize = 1 << 22;
 
@@ -92,15 +94,21 @@ impl GgufVocab {
     fn check(&self) -> Result<(), TokenizerError> {
         let count = self.tokens.len();
         if count == 0 || count > TOKENS_MAX {
-            return Err(self.malformed(format!("tokenizer.ggml.tokens has {count} tokens, 1..={TOKENS_MAX} are accepted")));
+            return Err(self.malformed(format!(
+                "tokenizer.ggml.tokens has {count} tokens, 1..={TOKENS_MAX} are accepted"
+            )));
         }
         for (key, len) in [("token_type", self.token_types.len()), ("scores", self.scores.len())] {
             if len != 0 && len != count {
-                return Err(self.malformed(format!("tokenizer.ggml.{key} has {len} entries for {count} tokens")));
+                return Err(
+                    self.malformed(format!("tokenizer.ggml.{key} has {len} entries for {count} tokens"))
+                );
             }
         }
         let specials = [self.bos, self.eos, self.unk, self.pad];
-        if let Some(id) = specials.into_iter().flatten().chain(self.ends.iter().copied()).find(|id| *id as usize >= count) {
+        if let Some(id) =
+            specials.into_iter().flatten().chain(self.ends.iter().copied()).find(|id| *id as usize >= count)
+        {
             return Err(self.malformed(format!("special token id {id} is outside the {count} tokens")));
         }
         Ok(())
@@ -139,30 +147,33 @@ impl GgufVocab {
         Ok(tokenizer)
     }
 
-    /// Token text → id. Of tokens with the same text the first keeps it.
+    /// Token text → id, without unused tokens. Of tokens with the same text the first keeps it.
     fn vocabulary(&self) -> Vocab {
         let mut vocab = Vocab::default();
-        for (id, token) in self.tokens.iter().enumerate() {
+        for (id, token) in self.used_tokens() {
             vocab.entry(token.clone()).or_insert(id as TokenId);
         }
         vocab
     }
 
+    fn used_tokens(&self) -> impl Iterator<Item = (usize, &String)> {
+        self.tokens.iter().enumerate().filter(|(id, _)| self.token_types.get(*id) != Some(&UNUSED))
+    }
+
     /// The merges as pairs. Refuses any whose parts or result is not a token: the library would panic.
     fn checked_merges(&self) -> Result<Vec<(String, String)>, TokenizerError> {
-        let known: HashSet<&str> = self.tokens.iter().map(String::as_str).collect();
+        let known: HashSet<&str> = self.used_tokens().map(|(_, token)| token.as_str()).collect();
         self.merges
             .iter()
             .enumerate()
             .map(|(rank, merge)| {
-                let (left, right) = merge
-                    .split_once(' ')
-                    .ok_or_else(|| self.malformed(format!("merge {rank} is {merge:?}, not two pieces with a space")))?;
+                let (left, right) = merge.split_once(' ').ok_or_else(|| {
+                    self.malformed(format!("merge {rank} is {merge:?}, not two pieces with a space"))
+                })?;
                 let joined = format!("{left}{right}");
                 match [left, right, &joined].into_iter().find(|piece| !known.contains(piece)) {
-                    Some(piece) => {
-                        Err(self.malformed(format!("merge {rank} ({merge:?}) needs {piece:?}, which is no token")))
-                    }
+                    Some(piece) => Err(self
+                        .malformed(format!("merge {rank} ({merge:?}) needs {piece:?}, which is no token"))),
                     None => Ok((left.to_owned(), right.to_owned())),
                 }
             })

@@ -94,7 +94,12 @@ pub(crate) fn build(rules: &Rules) -> Result<PreTokenizerWrapper> {
         Cut::DigitsGpt2 => vec![Digits::new(true).into(), byte_level(true)],
         Cut::Regex(pattern) => vec![split(pattern)?, byte_level(false)],
         Cut::Fallback => {
-            vec![split(DEFAULT_PUNCTUATION)?, split(DEFAULT_DIGITS)?, split(DEFAULT_THREE_DIGITS)?, byte_level(true)]
+            vec![
+                split(DEFAULT_PUNCTUATION)?,
+                split(DEFAULT_DIGITS)?,
+                split(DEFAULT_THREE_DIGITS)?,
+                byte_level(true),
+            ]
         }
     };
     Ok(Sequence::new(steps).into())

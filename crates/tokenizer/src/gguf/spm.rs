@@ -25,7 +25,9 @@ const NORMAL: i64 = 1;
 /// Builds the tokenizer, without its special tokens.
 pub(super) fn build(vocab: &GgufVocab) -> Result<Tokenizer, TokenizerError> {
     if vocab.scores.is_empty() {
-        return Err(vocab.malformed("tokenizer.ggml.scores is missing, which a SentencePiece vocabulary needs"));
+        return Err(
+            vocab.malformed("tokenizer.ggml.scores is missing, which a SentencePiece vocabulary needs")
+        );
     }
     let unknown = vocab.unk.map(|id| vocab.tokens[id as usize].clone());
     let mut model = BPE::builder()
@@ -65,9 +67,8 @@ fn merges(vocab: &GgufVocab) -> Vec<(String, String)> {
     let mut found: Vec<(f32, &str, &str)> = Vec::new();
     for (id, token) in vocab.tokens.iter().enumerate().filter(|(id, _)| is_normal(*id)) {
         let cuts = token.char_indices().skip(1).map(|(at, _)| token.split_at(at));
-        let mut local: Vec<(usize, usize, &str, &str)> = cuts
-            .filter_map(|(left, right)| Some((*ids.get(left)?, *ids.get(right)?, left, right)))
-            .collect();
+        let mut local: Vec<(usize, usize, &str, &str)> =
+            cuts.filter_map(|(left, right)| Some((*ids.get(left)?, *ids.get(right)?, left, right))).collect();
         local.sort_unstable();
         found.extend(local.into_iter().map(|(_, _, left, right)| (vocab.scores[id], left, right)));
     }

@@ -1,1 +1,170 @@
-//! Tests.
+use super::*;
+use crate::test_models::{CHATML, TempFolder, byte_folder};
+use serde_json::json;
+
+fn chat(content: &str) -> Prompt {
+    Prompt::Chat(ChatMessages {
+        messages_json: json!([{"role": "user", "content": content}]).to_string(),
+        tools_json: None,
+        template_kwargs_json: None,
+        add_generation_prompt: true,
+    })
+}
+
+fn load(folder: &TempFolder, context_max: Option<usize>) -> TextModel {
+    TextModel::load(folder.path(), &TextOptions { context_max, ..TextOptions::default() }).unwrap()
+}
+
+#[test]
+fn the_beginning_token_comes_once() {
+    let template = format!("{{{{ bos_token }}}}{CHATML}");
+    let model = load(&byte_folder(true, json!({ "chat_template": template })), None);
+    // bos, im_start, user\n, ab, im_end, \n, im_start, assistant\n
+    let prompt = model.encode_prompt(&chat("ab")).unwrap();
+    assert_eq!(prompt.len(), 22);
+    assert_eq!(prompt.iter().filter(|id| **id == 256).count(), 1);
+    assert_eq!(model.encode_prompt(&Prompt::Text("ab".into())).unwrap(), [256, 97, 98]);
+    assert_eq!(model.encode_prompt(&Prompt::Text("<|bos|>ab".into())).unwrap(), [256, 97, 98]);
+    assert_eq!(model.encode_prompt(&Prompt::Text("<|bos|><|bos|>a".into())).unwrap(), [256, 256, 97]);
+    assert_eq!(model.encode_prompt(&Prompt::Tokens(vec![97])).unwrap(), [97]);
+}
+
+#[test]
+fn special_tokens_in_user_text_are_parsed() {
+    let model = load(&byte_folder(false, json!({ "chat_template": CHATML })), None);
+    assert_eq!(model.encode("a<|im_end|>", false).unwrap(), [97, 259]);
+    let with = model.encode_prompt(&chat("a<|im_end|>")).unwrap().len();
+    assert_eq!(with, model.encode_prompt(&chat("a")).unwrap().len() + 1);
+}
+
+#[test]
+fn prompts_are_refused_at_the_context_and_early() {
+    let model = load(&byte_folder(false, json!({})), Some(64));
+    assert_eq!(model.encode_prompt(&Prompt::Text("a".repeat(63))).unwrap().len(), 63);
+    for len in [64, 65, 1000, 1_000_000, 30_000_000] {
+        let refusal = model.encode_prompt(&Prompt::Text("a".repeat(len))).unwrap_err();
+        assert_eq!(
+            (refusal.status, refusal.code.as_deref()),
+            (400, Some("context_length_exceeded")),
+            "{len}"
+        );
+        assert_eq!(refusal.param.as_deref(), Some("prompt"));
+        assert!(refusal.message.contains("64 tokens"), "{}", refusal.message);
+    }
+    let exact = model.encode_prompt(&Prompt::Text("a".repeat(1000))).unwrap_err().message;
+    assert!(exact.contains("the prompt has 1000 tokens"), "{exact}");
+    let early = model.encode_prompt(&Prompt::Text("a".repeat(1_000_000))).unwrap_err().message;
+    assert!(early.contains("has at least "), "{early}");
+    let tokens = model.encode_prompt(&Prompt::Tokens(vec![97; 64])).unwrap_err();
+    assert_eq!(tokens.code.as_deref(), Some("context_length_exceeded"));
+}
+
+#[test]
+fn an_early_refusal_never_hits_a_prompt_that_fits() {
+    // 100,000 bytes are above the size that is encoded in one go, but few tokens.
+    let model = load(&byte_folder(false, json!({})), Some(20_000));
+    let text = " alpha".repeat(19_000);
+    assert_eq!(model.encode_prompt(&Prompt::Text(text)).unwrap().len(), 19_000);
+    let model = load(&byte_folder(false, json!({})), Some(19_000));
+    let refusal = model.encode_prompt(&Prompt::Text(" alpha".repeat(19_000))).unwrap_err();
+    assert!(refusal.message.contains("the prompt has 19000 tokens"), "{}", refusal.message);
+}
+
+#[test]
+fn bad_ids_and_empty_prompts_are_400() {
+    let model = load(&byte_folder(false, json!({ "chat_template": "{{ messages[0].content }}" })), None);
+    assert_eq!(model.vocab_size(), 267);
+    let refusal = model.encode_prompt(&Prompt::Tokens(vec![1, 267])).unwrap_err();
+    assert_eq!(refusal.status, 400);
+    assert!(refusal.message.contains("267"), "{}", refusal.message);
+    for prompt in [Prompt::Tokens(vec![]), Prompt::Text(String::new()), chat("")] {
+        assert_eq!(model.encode_prompt(&prompt).unwrap_err().status, 400, "{prompt:?}");
+    }
+    let options = TextOptions { vocab_size: Some(100), ..TextOptions::default() };
+    let small = TextModel::load(byte_folder(false, json!({})).path(), &options).unwrap();
+    assert_eq!(small.encode_prompt(&Prompt::Text("z".into())).unwrap_err().status, 400);
+}
+
+#[test]
+fn end_tokens_in_both_forms() {
+    let folder = byte_folder(false, json!({}));
+    assert_eq!(load(&folder, None).eos_tokens(), [257]);
+    assert_eq!(eos_tokens_of(folder.path()).unwrap(), [257]);
+    let folder = byte_folder(false, json!({"eos_token": "<|eot|>"}));
+    assert_eq!(load(&folder, None).eos_tokens(), [260]);
+    let folder = byte_folder(false, json!({"eos_token": null}));
+    assert!(load(&folder, None).eos_tokens().is_empty());
+    folder.write("special_tokens_map.json", json!({"eos_token": "<|im_end|>"}).to_string());
+    assert_eq!(eos_tokens_of(folder.path()).unwrap(), [259]);
+}
+
+#[test]
+fn a_named_special_token_of_the_vocabulary_becomes_special() {
+    // "z" is an ordinary token until the config calls it the end token.
+    let model = load(&byte_folder(false, json!({"eos_token": "z"})), None);
+    assert_eq!(model.decode(&[97, 122, 98], true), "ab");
+    assert_eq!(model.decode(&[97, 122, 98], false), "azb");
+}
+
+#[test]
+fn templates_come_from_the_documented_places_in_order() {
+    let render = |model: &TextModel| model.encode_prompt(&chat("x")).map(|ids| model.decode(&ids, false));
+    let folder = byte_folder(false, json!({"chat_template": "config"}));
+    assert_eq!(render(&load(&folder, None)).unwrap(), "config");
+    folder.write("chat_template.json", json!({"chat_template": "json"}).to_string());
+    assert_eq!(render(&load(&folder, None)).unwrap(), "json");
+    folder.write("chat_template.jinja", "jinja");
+    assert_eq!(render(&load(&folder, None)).unwrap(), "jinja");
+    folder.write("mine.jinja", "mine {{ messages[0].content }}");
+    let options =
+        TextOptions { chat_template: Some(folder.path().join("mine.jinja")), ..TextOptions::default() };
+    assert_eq!(render(&TextModel::load(folder.path(), &options).unwrap()).unwrap(), "mine x");
+}
+
+#[test]
+fn a_missing_or_broken_template_refuses_chats_only() {
+    for extra in [json!({}), json!({"chat_template": "{% if %}"})] {
+        let model = load(&byte_folder(false, extra), None);
+        let why = model.chat_error().expect("chats cannot work").to_owned();
+        assert!(why.contains("/v1/completions"), "{why}");
+        let refusal = model.encode_prompt(&chat("ab")).unwrap_err();
+        assert_eq!((refusal.status, refusal.message), (400, why));
+        assert_eq!(model.encode_prompt(&Prompt::Text("ab".into())).unwrap(), [97, 98]);
+    }
+}
+
+#[test]
+fn damaged_files_are_named() {
+    let good = byte_folder(false, json!({}));
+    let tokenizer = std::fs::read(good.path().join("tokenizer.json")).unwrap();
+    let config = "{\"eos_token\": ";
+    let folders = [
+        (TempFolder::new(), "tokenizer.json"),
+        (TempFolder::new(), "tokenizer.json"),
+        (TempFolder::new(), "tokenizer_config.json"),
+        (TempFolder::new(), "tokenizer.json"),
+    ];
+    folders[1].0.write("tokenizer.json", &tokenizer[..tokenizer.len() / 2]);
+    folders[2].0.write("tokenizer.json", &tokenizer).write("tokenizer_config.json", config);
+    folders[3].0.write("tokenizer.json", r#"{"version":"1.0","model":{"type":"Nonsense"}}"#);
+    for (folder, file) in &folders {
+        let error = TextModel::load(folder.path(), &TextOptions::default()).unwrap_err().to_string();
+        assert!(error.contains(file) && error.contains("again"), "{error}");
+    }
+    let error = TextModel::load(Path::new("/nonexistent/x.gguf"), &TextOptions::default()).unwrap_err();
+    assert!(matches!(error, TokenizerError::Missing { .. }), "{error}");
+    good.write("fake.gguf", "not a model");
+    assert!(TextModel::load(&good.path().join("fake.gguf"), &TextOptions::default()).is_err());
+}
+
+#[test]
+fn a_decoder_that_cannot_stream_is_refused_by_name() {
+    let folder = byte_folder(false, json!({}));
+    let text = std::fs::read_to_string(folder.path().join("tokenizer.json")).unwrap();
+    let mut file: serde_json::Value = serde_json::from_str(&text).unwrap();
+    file["decoder"] =
+        json!({"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": true});
+    folder.write("tokenizer.json", file.to_string());
+    let error = TextModel::load(folder.path(), &TextOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("CTC") && error.contains("ByteLevel"), "{error}");
+}

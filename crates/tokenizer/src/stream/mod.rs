@@ -103,7 +103,8 @@ impl RequestDecoder {
             self.utf8.push(piece.bytes, Replacement::PerByte, text);
             return self.strip_leading(joining, text);
         }
-        let token = std::str::from_utf8(piece.bytes).expect("invariant: pieces are text unless joined as bytes");
+        let token =
+            std::str::from_utf8(piece.bytes).expect("invariant: pieces are text unless joined as bytes");
         match joining {
             Joining::Bytes | Joining::Fallback { .. } => {
                 self.utf8.flush(Replacement::PerByte, text);
@@ -124,7 +125,11 @@ impl RequestDecoder {
                     Some(rest) => rest.to_owned(),
                     None => format!(" {token}"),
                 };
-                text.push_str(&if *cleanup { tokenizers::decoders::wordpiece::cleanup(&joined) } else { joined });
+                text.push_str(&if *cleanup {
+                    tokenizers::decoders::wordpiece::cleanup(&joined)
+                } else {
+                    joined
+                });
             }
             Joining::Spaced => {
                 if !self.is_first {

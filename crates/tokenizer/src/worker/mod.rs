@@ -154,8 +154,10 @@ where
         })
     };
     let shared = Arc::clone(&model);
-    spawn("tokenizer", Box::new(move || run_tokenizer(&shared, tokenizer))).map_err(TokenizerError::Thread)?;
-    spawn("detokenizer", Box::new(move || run_detokenizer(&model, detokenizer))).map_err(TokenizerError::Thread)?;
+    spawn("tokenizer", Box::new(move || run_tokenizer(&shared, tokenizer)))
+        .map_err(TokenizerError::Thread)?;
+    spawn("detokenizer", Box::new(move || run_detokenizer(&model, detokenizer)))
+        .map_err(TokenizerError::Thread)?;
     for _ in 0..2 {
         ends.recv().expect("invariant: both threads send their outcome")?;
     }

@@ -1,1 +1,176 @@
-//! Tests.
+use super::*;
+use crate::model::TextOptions;
+use crate::test_models::{TempFolder, WORDS, byte_folder};
+use lockstep_core::{FinishReason, RequestId, SamplingParams};
+use lockstep_wire::{Begin, Delta, GenerateRequest, Prompt, TextParams, TokenOut, Usage};
+use serde_json::json;
+use std::sync::mpsc;
+
+/// A link inside one process: both ends of a channel.
+struct Channel<T>(mpsc::Receiver<T>);
+
+impl<T> Inbox<T> for Channel<T> {
+    fn recv(&self) -> Result<T, TokenizerError> {
+        Ok(self.0.recv().expect("the test keeps the sender until Shutdown"))
+    }
+
+    fn try_recv(&self) -> Result<Option<T>, TokenizerError> {
+        Ok(self.0.try_recv().ok())
+    }
+}
+
+impl<T: Clone> Outbox<T> for mpsc::Sender<T> {
+    fn send(&self, message: &T) -> Result<(), TokenizerError> {
+        mpsc::Sender::send(self, message.clone()).expect("the test keeps the receiver");
+        Ok(())
+    }
+}
+
+fn model() -> (TempFolder, TextModel) {
+    let folder = byte_folder(false, json!({}));
+    let options = TextOptions { context_max: Some(64), ..TextOptions::default() };
+    let model = TextModel::load(folder.path(), &options).unwrap();
+    (folder, model)
+}
+
+fn generate(id: u64, text: &str) -> ToTokenizer {
+    ToTokenizer::Generate(Box::new(GenerateRequest {
+        id: RequestId(id),
+        prompt: Prompt::Text(text.into()),
+        sampling: SamplingParams::default(),
+        text: TextParams { stop: vec![], skip_special_tokens: true },
+    }))
+}
+
+/// Runs a tokenizer over `messages` that are all there at the start.
+fn tokenize(messages: Vec<ToTokenizer>) -> (Vec<ToScheduler>, Vec<ToApi>) {
+    let (_folder, model) = model();
+    let (to_worker, inbox) = mpsc::channel();
+    let (scheduler, submitted) = mpsc::channel();
+    let (api, reported) = mpsc::channel();
+    for message in messages {
+        to_worker.send(message).unwrap();
+    }
+    run_tokenizer(&model, TokenizerLinks { inbox: Channel(inbox), scheduler, api }).unwrap();
+    (submitted.try_iter().collect(), reported.try_iter().collect())
+}
+
+#[test]
+fn every_request_is_submitted_or_refused_also_after_shutdown() {
+    let (submitted, reported) = tokenize(vec![
+        generate(1, "ab"),
+        ToTokenizer::Shutdown,
+        generate(2, &"x".repeat(64)),
+        generate(3, "c"),
+    ]);
+    let prompts: Vec<_> = submitted
+        .iter()
+        .map(|m| match m {
+            ToScheduler::Submit(s) => (s.id.0, s.prompt.clone()),
+            other => panic!("unexpected {other:?}"),
+        })
+        .collect();
+    assert_eq!(prompts, [(1, vec![97, 98]), (3, vec![99])]);
+    assert!(matches!(&reported[..], [ToApi::Refused { id: RequestId(2), refusal }]
+        if refusal.code.as_deref() == Some("context_length_exceeded")));
+}
+
+#[test]
+fn aborts_remove_waiting_requests_and_pass_on_the_others() {
+    let abort = |id| ToTokenizer::Abort(RequestId(id));
+    let (submitted, reported) =
+        tokenize(vec![generate(1, "a"), generate(2, "b"), abort(2), abort(9), ToTokenizer::Shutdown]);
+    assert!(reported.is_empty());
+    assert!(
+        matches!(&submitted[..], [ToScheduler::Abort(RequestId(9)), ToScheduler::Submit(s)] if s.id.0 == 1)
+    );
+}
+
+fn begin(id: u64, stop: &[&str]) -> ToDetokenizer {
+    let text = TextParams { stop: stop.iter().map(|s| (*s).to_owned()).collect(), skip_special_tokens: true };
+    ToDetokenizer::Begin(vec![Begin { id: RequestId(id), text }])
+}
+
+fn out(id: u64, tokens: &[u32], finish: Option<FinishReason>) -> TokenOut {
+    let usage = Usage { prompt_tokens: 1, cached_tokens: 0, completion_tokens: tokens.len() as u32 };
+    let ends_with_eos = finish == Some(FinishReason::Stop);
+    TokenOut { id: RequestId(id), tokens: tokens.to_vec(), finish, ends_with_eos, usage }
+}
+
+fn deltas(report: Option<ToApi>) -> Vec<Delta> {
+    match report {
+        Some(ToApi::Deltas(deltas)) => deltas,
+        None => Vec::new(),
+        other => panic!("unexpected {other:?}"),
+    }
+}
+
+#[test]
+fn state_ends_with_the_request_however_it_ends() {
+    let (_folder, model) = model();
+    let mut worker = DetokenizerWorker::new(&model);
+    for id in 0..4 {
+        worker.handle(begin(id, &["TOP"]));
+    }
+    assert_eq!(worker.running_len(), 4);
+    let stop = |s: &str| s.bytes().map(u32::from).collect::<Vec<_>>();
+    let report = deltas(worker.handle(ToDetokenizer::Step(vec![
+        out(0, &[97, 257], Some(FinishReason::Stop)),
+        out(1, &stop("STOP!"), None),
+        out(2, &stop("ST"), Some(FinishReason::Length)),
+        out(3, &stop("x"), Some(FinishReason::Abort)),
+    ])));
+    assert_eq!(worker.running_len(), 0);
+    let seen: Vec<_> =
+        report.iter().map(|d| (d.text.as_str(), d.finish.unwrap().as_openai(), d.stopped_by_text)).collect();
+    assert_eq!(
+        seen,
+        [("a", "stop", false), ("S", "stop", true), ("ST", "length", false), ("x", "abort", false)],
+        "an end token has no text, a held prefix comes out at the end"
+    );
+    // Rank 0 goes on until the abort of the stopped request arrives.
+    assert!(worker.handle(ToDetokenizer::Step(vec![out(1, &[97], Some(FinishReason::Abort))])).is_none());
+}
+
+#[test]
+fn interleaved_requests_do_not_share_bytes() {
+    let (_folder, model) = model();
+    let mut worker = DetokenizerWorker::new(&model);
+    worker.handle(begin(1, &[]));
+    worker.handle(begin(2, &[]));
+    let mut texts = [String::new(), String::new()];
+    let bytes: Vec<u32> = "😀é漢".bytes().map(u32::from).collect();
+    for (step, &byte) in bytes.iter().enumerate() {
+        let finish = (step + 1 == bytes.len()).then_some(FinishReason::Length);
+        let report =
+            worker.handle(ToDetokenizer::Step(vec![out(1, &[byte], finish), out(2, &[byte], finish)]));
+        for delta in deltas(report) {
+            texts[delta.id.0 as usize - 1] += &delta.text;
+        }
+    }
+    assert_eq!(texts, ["😀é漢", "😀é漢"]);
+}
+
+#[test]
+fn the_shared_worker_runs_both_loops_to_their_shutdown() {
+    let (_folder, model) = model();
+    let (to_tokenizer, tokenizer_inbox) = mpsc::channel();
+    let (to_detokenizer, detokenizer_inbox) = mpsc::channel();
+    let (scheduler, submitted) = mpsc::channel();
+    let (api, reported) = mpsc::channel();
+    to_tokenizer.send(generate(1, "ab")).unwrap();
+    to_detokenizer.send(begin(1, &[])).unwrap();
+    let alpha = 261 + WORDS.iter().position(|w| *w == " alpha").unwrap() as u32;
+    to_detokenizer.send(ToDetokenizer::Step(vec![out(1, &[alpha], Some(FinishReason::Length))])).unwrap();
+    to_detokenizer.send(ToDetokenizer::Shutdown).unwrap();
+    to_tokenizer.send(ToTokenizer::Shutdown).unwrap();
+    run_shared(
+        Arc::new(model),
+        TokenizerLinks { inbox: Channel(tokenizer_inbox), scheduler, api: api.clone() },
+        DetokenizerLinks { inbox: Channel(detokenizer_inbox), api },
+    )
+    .unwrap();
+    assert_eq!(submitted.try_iter().count(), 1);
+    let report = deltas(reported.try_iter().next());
+    assert_eq!(report[0].text, " alpha");
+}
