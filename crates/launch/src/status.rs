@@ -88,7 +88,7 @@ pub enum Event {
         /// Its part.
         role: Role,
     },
-    /// No child is left, for whatever reason.
+    /// No child is left, for whatever reason (or a shutdown gave up one that SIGKILL cannot end).
     AllExited,
     /// SIGINT, SIGTERM or SIGHUP: stop admission and drain. A second SIGINT or SIGTERM never
     /// arrives here: it ends the launcher and all children at once.

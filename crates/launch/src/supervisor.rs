@@ -6,7 +6,8 @@ use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::Duration;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-/// Where events arrive: `recv().await` in async code, `blocking_recv()` elsewhere.
+/// Where events arrive: `recv().await` in async code, `blocking_recv()` elsewhere. `None` means that
+/// the supervising thread is gone (a bug), which has taken all children with it.
 pub type Events = UnboundedReceiver<Event>;
 
 /// How long the supervising thread may take beyond the grace it was given (a process that even

@@ -156,15 +156,15 @@ impl Watcher {
                     _ => None,
                 })
                 .collect();
+            // Commands before deaths: who announced a drain before telling a child to end must not
+            // see that end reported as a death.
+            self.take_commands();
             self.reap(&dead);
-            if matches!(ready.first(), Some(true)) {
-                self.take_commands();
-            }
             self.keep_deadlines(Instant::now());
         }
     }
 
-    /// Polls everything; which sources are ready (`Source::Wake` is the first).
+    /// Polls everything; what was polled, and which of it is ready.
     fn wait(&self) -> (Vec<Source>, Vec<bool>) {
         let mut sources = vec![Source::Wake];
         let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
@@ -287,6 +287,7 @@ impl Watcher {
         self.children.clear();
         self.verdict.reset();
         self.phase = Phase::Loading;
+        self.report(Event::AllExited);
         for done in ending.done {
             let _ = done.send(ending.report.clone());
         }
@@ -389,8 +390,10 @@ impl Watcher {
             self.judge(child, status, now);
         }
         if any && self.children.is_empty() {
-            self.report(Event::AllExited);
-            self.finish_ending();
+            match self.ending {
+                Some(_) => self.finish_ending(),
+                None => self.report(Event::AllExited),
+            }
         }
     }
 
