@@ -81,14 +81,21 @@ impl HttpClient {
         Ok(Response { status: answer.status, headers: answer.headers, body })
     }
 
+    /// Sends exactly these bytes and reads one answer; for requests that no client should send. A
+    /// server that answers and closes before it has read everything is fine.
+    pub fn raw(&self, bytes: &[u8]) -> io::Result<Response> {
+        let mut answer = self.exchange("POST", &[bytes])?;
+        let mut body = Vec::new();
+        answer.body.read_to_end(&mut body)?;
+        Ok(Response { status: answer.status, headers: answer.headers, body })
+    }
+
     /// POST of JSON whose answer is read event by event.
     pub fn open_stream(&self, path: &str, body: &Value) -> io::Result<EventStream> {
         let headers = [("Content-Type", "application/json")];
         self.open("POST", path, &headers, body.to_string().as_bytes())
     }
 
-    /// Connects, sends the request, and reads the answer's head. A server may answer and close
-    /// before it has read a large body; what it said is then still returned.
     fn open(
         &self,
         method: &str,
@@ -96,10 +103,6 @@ impl HttpClient {
         headers: &[(&str, &str)],
         body: &[u8],
     ) -> io::Result<EventStream> {
-        let deadline = Instant::now() + self.limit;
-        let socket = TcpStream::connect_timeout(&self.address, self.limit)?;
-        socket.set_nodelay(true)?;
-        socket.set_write_timeout(Some(self.limit))?;
         let mut head = format!("{method} {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n", self.address);
         for (name, value) in headers {
             head += &format!("{name}: {value}\r\n");
@@ -108,7 +111,17 @@ impl HttpClient {
             head += &format!("Content-Length: {}\r\n", body.len());
         }
         head += "\r\n";
-        let sent = (&socket).write_all(head.as_bytes()).and_then(|()| (&socket).write_all(body));
+        self.exchange(method, &[head.as_bytes(), body])
+    }
+
+    /// Connects, sends `parts`, and reads the answer's head. A server may answer and close before
+    /// it has read a large body; what it said is then still returned.
+    fn exchange(&self, method: &str, parts: &[&[u8]]) -> io::Result<EventStream> {
+        let deadline = Instant::now() + self.limit;
+        let socket = TcpStream::connect_timeout(&self.address, self.limit)?;
+        socket.set_nodelay(true)?;
+        socket.set_write_timeout(Some(self.limit))?;
+        let sent = parts.iter().try_for_each(|part| (&socket).write_all(part));
         let mut lines = BufReader::new(Deadlined { socket, deadline });
         match read_head(&mut lines) {
             Ok((status, headers)) => {
