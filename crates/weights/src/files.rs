@@ -15,6 +15,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Resident bytes of all mappings together after which reading drops them.
 const RESIDENT_BYTES_MAX: usize = 8 << 20;
+/// Files that an error about a missing tensor names one by one.
+const SEARCHED_NAMED_MAX: usize = 4;
 /// Unused tensors that a warning names one by one.
 const UNUSED_NAMED_MAX: usize = 5;
 
@@ -226,7 +228,12 @@ impl ModelFiles {
     }
 
     fn searched(&self) -> String {
-        let paths: Vec<String> = self.opened.files.iter().map(|f| f.path().display().to_string()).collect();
-        paths.join(", ")
+        let files = &self.opened.files;
+        let shown: Vec<String> =
+            files.iter().take(SEARCHED_NAMED_MAX).map(|f| f.path().display().to_string()).collect();
+        match files.len() - shown.len() {
+            0 => shown.join(", "),
+            more => format!("{} and {more} more files", shown.join(", ")),
+        }
     }
 }

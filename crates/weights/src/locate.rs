@@ -7,10 +7,18 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+const NEITHER: &str =
+    "is neither a folder nor a GGUF file; name a folder in Hugging Face layout or a .gguf file";
+
 /// Opens a folder in Hugging Face layout, a GGUF file, or a folder with exactly one GGUF file.
 pub(crate) fn open(path: &Path) -> Result<Opened, WeightsError> {
     let kind = fs::metadata(path).map_err(|source| WeightsError::io(path, source))?;
-    if kind.is_dir() { open_folder(path) } else { open_file(path) }
+    match (kind.is_dir(), kind.is_file()) {
+        (true, _) => open_folder(path),
+        (_, true) => open_file(path),
+        // Opening a pipe would wait for a writer.
+        _ => Err(WeightsError::NotAModel { path: path.to_owned(), reason: NEITHER.into() }),
+    }
 }
 
 fn open_file(path: &Path) -> Result<Opened, WeightsError> {
@@ -24,7 +32,7 @@ fn open_file(path: &Path) -> Result<Opened, WeightsError> {
     let reason = if has_extension(path, "safetensors") {
         "is a single weight file; name the folder that holds it with its config.json"
     } else {
-        "is neither a folder nor a GGUF file; name a folder in Hugging Face layout or a .gguf file"
+        NEITHER
     };
     Err(WeightsError::NotAModel { path: path.to_owned(), reason: reason.into() })
 }

@@ -38,6 +38,9 @@ impl ModelFiles {
             return Err(WeightsError::OutOfRange { name: name.into(), asked, shape: info.shape.clone() });
         }
         out.clear();
+        if cols.is_empty() {
+            return Ok(dtype);
+        }
         out.reserve_exact(rows.len() * cols.len() * dtype.size_bytes());
         let stored = &self.file_of(tensor).bytes()[tensor.bytes.clone()];
         let mut reader = RowReader::new(tensor, stored, cols);

@@ -1,4 +1,5 @@
 //! Damaged files: every error names the file, nothing panics, nothing of a claimed size is allocated.
+#![allow(clippy::unwrap_used)] // helpers of tests fail by panicking too
 
 mod common;
 
@@ -187,6 +188,8 @@ fn survive(good: &[u8], seed: u64, rounds: usize, file: &str, target: &str) -> u
     for _ in 0..rounds {
         let mut bytes = good.to_vec();
         mutate(&mut bytes, &mut random);
+        // Writing over a file makes ext4 flush it to the disk; a new one stays in memory.
+        let _ = std::fs::remove_file(folder.path().join(file));
         folder.write(file, bytes);
         if let Ok(files) = ModelFiles::open(&folder.path().join(target)) {
             use_all(&files);
@@ -206,14 +209,14 @@ fn mutated_gguf_never_panics_or_allocates_what_it_claims() {
         .tensor("rope_freqs.weight", &[2], 0, f32_bytes([1.0, 8.0]))
         .texts("tokenizer.ggml.merges", &["a b", "c d"])
         .u32("general.alignment", 32);
-    let opened = survive(&gguf.bytes(), 0x5eed, 6_000, "m.gguf", "m.gguf");
+    let opened = survive(&gguf.bytes(), 0x5eed, 3_000, "m.gguf", "m.gguf");
     // Both outcomes occur, or the mutations test nothing.
-    assert!((300..5_700).contains(&opened), "{opened}");
+    assert!((150..2_850).contains(&opened), "{opened}");
 }
 
 #[test]
 fn mutated_safetensors_never_panic_or_allocate_what_they_claim() {
     let good = safetensors(&[("a", "F32", &[2, 3], f32_bytes([1.0; 6])), ("b", "BF16", &[3], vec![0; 6])]);
-    let opened = survive(&good, 0x5afe, 6_000, "model.safetensors", ".");
-    assert!((150..5_850).contains(&opened), "{opened}");
+    let opened = survive(&good, 0x5afe, 3_000, "model.safetensors", ".");
+    assert!((75..2_925).contains(&opened), "{opened}");
 }

@@ -1,4 +1,5 @@
 //! Which files of a Hugging Face folder make the model, and what is read from them.
+#![allow(clippy::unwrap_used)] // helpers of tests fail by panicking too
 
 mod common;
 
@@ -154,6 +155,7 @@ fn folders_without_safetensors_say_what_they_hold() {
     assert!(error(folder.path()).contains("pytorch_model.bin"));
     folder.write("adapter_model.safetensors", b"x");
     assert!(error(folder.path()).contains("adapter_model.safetensors, but neither"));
+    assert!(error(Path::new("/dev/null")).contains("neither a folder nor a GGUF file"));
     assert!(error(&folder.path().join("absent")).contains("cannot read"));
     let one = folder.write("Tiny.GGUF", common::Gguf::model("qwen2").bytes());
     assert!(ModelFiles::open(folder.path()).unwrap().gguf().is_some());
@@ -225,4 +227,23 @@ fn agrees_with_the_safetensors_crate() {
     assert_eq!(out, [34, 35, 42, 43]);
     assert_eq!(files.read_vector("v", 0..1).unwrap(), [f32::from_le_bytes([0, 1, 2, 3])]);
     assert_eq!(files.tensor("empty").unwrap().elements(), 0);
+}
+
+#[test]
+fn threads_share_one_reader() {
+    let folder = single();
+    let files = ModelFiles::open(folder.path()).unwrap();
+    std::thread::scope(|scope| {
+        for row in 0..3u16 {
+            let files = &files;
+            scope.spawn(move || {
+                let mut out = Vec::new();
+                for _ in 0..200 {
+                    files.read_rows(UP, usize::from(row)..usize::from(row) + 1, 0..1, &mut out).unwrap();
+                    assert_eq!(out, (4 * row).to_le_bytes());
+                    files.release(UP);
+                }
+            });
+        }
+    });
 }

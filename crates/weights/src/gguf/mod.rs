@@ -1,7 +1,7 @@
 //! Reads GGUF model files, versions 2 and 3, little endian.
 //!
 //! Follows the format's public description (ggml `docs/gguf.md`) and llama.cpp's conventions for
-//! names and keys. Reading order: [`header`] (bytes to keys and tensors), [`metadata`] (typed
+//! names and keys. Reading order: `header` (bytes to keys and tensors), [`metadata`] (typed
 //! access), `config` (the model's description), `names` (GGUF to Hugging Face names).
 //!
 //! **Invariant:** nothing is copied but keys and tensor names, and nothing is allocated in

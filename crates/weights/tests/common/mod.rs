@@ -1,5 +1,6 @@
 //! Small writers of model files for this crate's tests.
-#![allow(dead_code, missing_docs)] // each test binary uses a part of it
+// Each test binary uses a part of this; failing to write a test file should panic.
+#![allow(dead_code, missing_docs, clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
