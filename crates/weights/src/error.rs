@@ -35,7 +35,8 @@ pub enum WeightsError {
     },
     /// The bytes contradict the format, mostly after an interrupted download.
     #[error(
-        "{}: {what}: expected {expected}, found {found}; the file is incomplete or damaged, download it again",
+        "{}: {what}: expected {expected}, found {found}; the file is incomplete or damaged, \
+         download it again",
         path.display()
     )]
     Damaged {
@@ -69,8 +70,8 @@ pub enum WeightsError {
     },
     /// A tensor does not have the shape that the config implies.
     #[error(
-        "tensor {name} in {} has shape {found:?}, but the config asks for {expected:?}; config and weights do \
-         not belong together, download both again", path.display()
+        "tensor {name} in {} has shape {found:?}, but the config asks for {expected:?}; config and weights \
+         do not belong together, download both again", path.display()
     )]
     WrongShape {
         /// Hugging Face name.

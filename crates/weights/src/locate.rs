@@ -64,8 +64,8 @@ fn open_folder(folder: &Path) -> Result<Opened, WeightsError> {
             hf::INDEX
         ),
         (0, _, pickles) if !pickles.is_empty() => format!(
-            "holds its weights only as {}, which can run code when opened and is not read; use a safetensors or \
-             GGUF version of the model",
+            "holds its weights only as {}, which can run code when opened and is not read; use a safetensors \
+             or GGUF version of the model",
             pickles.join(", ")
         ),
         (0, _, _) => format!("holds no weights; expected {}, {} or one .gguf file", hf::SINGLE, hf::INDEX),
