@@ -80,7 +80,15 @@ mod tests {
         for dp_rank in 0..2 {
             for pp_rank in 0..3 {
                 for tp_rank in 0..2 {
-                    let p = ParallelInfo { tp_rank, tp_size: 2, pp_rank, pp_size: 3, dp_rank, dp_size: 2, local_rank: 0 };
+                    let p = ParallelInfo {
+                        tp_rank,
+                        tp_size: 2,
+                        pp_rank,
+                        pp_size: 3,
+                        dp_rank,
+                        dp_size: 2,
+                        local_rank: 0,
+                    };
                     seen.push(p.rank());
                     assert_eq!(p.is_primary(), tp_rank == 0 && pp_rank == 0);
                 }

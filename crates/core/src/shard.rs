@@ -27,7 +27,11 @@ impl HeadShard {
         let query_heads = tp_rank * local..(tp_rank + 1) * local;
         if num_kv_heads.is_multiple_of(tp_size) {
             let local_kv = num_kv_heads / tp_size;
-            return Self { query_heads, kv_heads: tp_rank * local_kv..(tp_rank + 1) * local_kv, kv_replicas: 1 };
+            return Self {
+                query_heads,
+                kv_heads: tp_rank * local_kv..(tp_rank + 1) * local_kv,
+                kv_replicas: 1,
+            };
         }
         assert!(tp_size.is_multiple_of(num_kv_heads), "checked by check_tp_size");
         let head = tp_rank * num_kv_heads / tp_size;

@@ -118,7 +118,11 @@ mod tests {
         assert_eq!(Exchange::new(2).agree(&mut group, mine, &digest, Patience::Idle).unwrap(), mine);
         let other = StepDigest { page_hash: 9, token_hash: 8, ..digest };
         group.other = encode(Announcement::default(), &other);
-        let message = Exchange::new(2).agree(&mut group, mine, &digest, Patience::Idle).unwrap_err().to_string();
-        assert!(message.contains("step 7") && message.contains("rank 1") && message.contains("page_hash"), "{message}");
+        let message =
+            Exchange::new(2).agree(&mut group, mine, &digest, Patience::Idle).unwrap_err().to_string();
+        assert!(
+            message.contains("step 7") && message.contains("rank 1") && message.contains("page_hash"),
+            "{message}"
+        );
     }
 }

@@ -1,7 +1,9 @@
 //! The control plane of the server: the rank loop's links over ZeroMQ.
 
 use crate::control::{ControlError, Follower, Outgoing, Primary, Result, Wait};
-use lockstep_comm::link::{BroadcastReceiver, BroadcastSender, Context, Endpoint, LinkError, Receiver, Sender};
+use lockstep_comm::link::{
+    BroadcastReceiver, BroadcastSender, Context, Endpoint, LinkError, Receiver, Sender,
+};
 use lockstep_wire::{Broadcast, ToApi, ToDetokenizer, ToScheduler};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;

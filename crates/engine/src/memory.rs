@@ -25,7 +25,12 @@ pub struct Committed {
 /// `running_max` requests of `context_max` tokens need.
 ///
 /// Errors with the numbers when not even one request of two tokens fits.
-pub fn local_pages(config: &RankConfig, layout: KvLayout, committed: Committed, context_max: usize) -> Result<usize> {
+pub fn local_pages(
+    config: &RankConfig,
+    layout: KvLayout,
+    committed: Committed,
+    context_max: usize,
+) -> Result<usize> {
     if let Some(pages) = config.num_pages {
         return Ok(pages);
     }
@@ -51,15 +56,22 @@ pub fn local_pages(config: &RankConfig, layout: KvLayout, committed: Committed, 
 /// The smallest of all ranks' `pages`, and a warning sentence when they differ by more than 5 %.
 ///
 /// **Collective: all ranks of the replica.**
-pub fn agree_on_pages(group: &mut dyn ProcessGroup, pages: usize, patience: Patience) -> Result<(usize, Option<String>)> {
+pub fn agree_on_pages(
+    group: &mut dyn ProcessGroup,
+    pages: usize,
+    patience: Patience,
+) -> Result<(usize, Option<String>)> {
     let mut all = vec![0u8; 8 * group.size()];
     group.all_gather(&(pages as u64).to_le_bytes(), &mut all, patience)?;
-    let counts: Vec<u64> =
-        all.as_chunks::<8>().0.iter().map(|c| u64::from_le_bytes(*c)).collect();
+    let counts: Vec<u64> = all.as_chunks::<8>().0.iter().map(|c| u64::from_le_bytes(*c)).collect();
     let (min, max) = (counts.iter().min().copied().unwrap_or(0), counts.iter().max().copied().unwrap_or(0));
     let warning = (max as f64 > min as f64 * 1.05).then(|| {
-        let each: Vec<String> = counts.iter().enumerate().map(|(rank, n)| format!("rank {rank}: {n}")).collect();
-        format!("ranks can hold different numbers of KV pages ({}); all use the smallest, {min}", each.join(", "))
+        let each: Vec<String> =
+            counts.iter().enumerate().map(|(rank, n)| format!("rank {rank}: {n}")).collect();
+        format!(
+            "ranks can hold different numbers of KV pages ({}); all use the smallest, {min}",
+            each.join(", ")
+        )
     });
     Ok((min as usize, warning))
 }

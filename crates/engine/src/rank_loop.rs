@@ -110,7 +110,8 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
     /// Messages of this step, the same on every rank, applied in order.
     fn receive(&mut self) -> Result<()> {
         let idle = !self.scheduler.has_work() && self.state.in_flight == 0;
-        let patience = if idle { Patience::Idle } else { Patience::Deadline(self.settings.collective_timeout) };
+        let patience =
+            if idle { Patience::Idle } else { Patience::Deadline(self.settings.collective_timeout) };
         let mut inbox = std::mem::take(&mut self.state.inbox);
         let mut stamp_ms = 0;
         if let Role::Primary(primary) = &mut self.role {

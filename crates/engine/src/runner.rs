@@ -113,7 +113,10 @@ impl<B: Backend> ModelRunner<B> {
         for row in &plan.rows {
             if let RowInput::SampledBy { step, sample_index } = row.input {
                 let token = sampled(&self.launched, &self.newest, step, sample_index).ok_or_else(|| {
-                    EngineError::Internal(format!("step {} needs token {sample_index} of step {step}", plan.step))
+                    EngineError::Internal(format!(
+                        "step {} needs token {sample_index} of step {step}",
+                        plan.step
+                    ))
                 })?;
                 inputs.token_ids[row.first_token as usize] = token;
             }

@@ -36,7 +36,12 @@ pub struct Groups {
 /// Runs one rank until it is told to stop. **Collective: all ranks of the replica.**
 ///
 /// `on_progress` hears how many parts of the model are loaded.
-pub fn run<B: Backend>(config: &RankConfig, backend: B, mut groups: Groups, on_progress: Progress<'_>) -> Result<()> {
+pub fn run<B: Backend>(
+    config: &RankConfig,
+    backend: B,
+    mut groups: Groups,
+    on_progress: Progress<'_>,
+) -> Result<()> {
     let started = Instant::now();
     let files = ModelFiles::open(&config.model)?;
     let model = files.config().clone();

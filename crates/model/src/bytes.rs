@@ -30,8 +30,9 @@ impl ShardBytes {
         let vocab = VocabShard::new(config.vocab_size, p.tp_rank, p.tp_size).real.len();
         let vocab_matrices = if config.tie_word_embeddings { 1 } else { 2 };
         let bias = |on: bool, len: usize| if on { len } else { 0 };
-        let biases =
-            bias(config.qkv_bias, q + 2 * kv) + bias(config.o_bias, hidden) + bias(config.mlp_bias, 2 * inner + hidden);
+        let biases = bias(config.qkv_bias, q + 2 * kv)
+            + bias(config.o_bias, hidden)
+            + bias(config.mlp_bias, 2 * inner + hidden);
         let norms = layers * (2 * hidden + bias(config.qk_norm, 2 * dim)) + hidden;
         let matrix = |elements: usize| elements * dtype.size_bytes();
         Self {

@@ -85,7 +85,12 @@ impl<B: Backend> Workspace<B> {
     }
 
     /// Bytes that [`Workspace::new`] asks for, f32.
-    pub fn bytes(config: &ModelConfig, parallel: ParallelInfo, tokens_max: usize, logits_max: usize) -> usize {
+    pub fn bytes(
+        config: &ModelConfig,
+        parallel: ParallelInfo,
+        tokens_max: usize,
+        logits_max: usize,
+    ) -> usize {
         let w = Widths::new(config, parallel);
         let per_token = 3 * config.hidden_size + w.qkv + w.heads + 3 * w.inner;
         size_of::<f32>() * (tokens_max * per_token + logits_max * (config.hidden_size + w.vocab))
@@ -170,11 +175,25 @@ impl<B: Backend> Decoder<B> {
             layer.attention.forward(backend, &step, &w.normed, cache, (&mut w.qkv, &mut w.attended));
             let streams = (&mut w.residual, &mut w.normed);
             let norm = &layer.post_norm;
-            layer.attention.output.forward_add_norm((backend, tp), &w.attended, norm, &mut w.partial, streams, tokens)?;
+            layer.attention.output.forward_add_norm(
+                (backend, tp),
+                &w.attended,
+                norm,
+                &mut w.partial,
+                streams,
+                tokens,
+            )?;
             layer.mlp.forward(backend, &w.normed, tokens, &mut w.gate_up, &mut w.gated);
             let next = self.layers.get(i + 1).map_or(&self.final_norm, |l| &l.input_norm);
             let streams = (&mut w.residual, &mut w.normed);
-            layer.mlp.down.forward_add_norm((backend, tp), &w.gated, next, &mut w.partial, streams, tokens)?;
+            layer.mlp.down.forward_add_norm(
+                (backend, tp),
+                &w.gated,
+                next,
+                &mut w.partial,
+                streams,
+                tokens,
+            )?;
         }
         backend.gather_rows(&w.normed, input.logit_tokens, &mut w.last);
         let head = self.head.as_ref().unwrap_or(&self.embedding);

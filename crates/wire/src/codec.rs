@@ -11,7 +11,9 @@ pub const WIRE_VERSION: u8 = 1;
 #[derive(Debug, thiserror::Error)]
 pub enum WireError {
     /// Written by another version of the binary.
-    #[error("control message has version {got}, this process speaks {WIRE_VERSION}; run one version of lockstep everywhere")]
+    #[error(
+        "control message has version {got}, this process speaks {WIRE_VERSION}; run one version of lockstep everywhere"
+    )]
     Version {
         /// The first byte received.
         got: u8,

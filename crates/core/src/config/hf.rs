@@ -179,8 +179,11 @@ impl Reader<'_> {
         if !(theta.is_finite() && theta > 0.0) {
             return Err(self.bad("rope_theta", &Value::from(theta), "a positive number"));
         }
-        let Some(p) = scaling.or(parameters) else { return Ok(RopeConfig { theta, scaling: RopeScaling::None }) };
-        let rope_type = p.get("rope_type").or_else(|| p.get("type")).and_then(Value::as_str).unwrap_or("default");
+        let Some(p) = scaling.or(parameters) else {
+            return Ok(RopeConfig { theta, scaling: RopeScaling::None });
+        };
+        let rope_type =
+            p.get("rope_type").or_else(|| p.get("type")).and_then(Value::as_str).unwrap_or("default");
         let number = |key: &str| {
             p.get(key).and_then(Value::as_f64).filter(|n| n.is_finite() && *n > 0.0).ok_or_else(|| {
                 self.bad(&format!("rope {key}"), p.get(key).unwrap_or(&Value::Null), "a positive number")
@@ -314,7 +317,8 @@ mod tests {
 
     #[test]
     fn illegal_tp_sizes_say_what_works() {
-        let c = with(json!({"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 192})).unwrap();
+        let c =
+            with(json!({"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 192})).unwrap();
         let message = crate::shard::check_tp_size(&c, 3).unwrap_err().to_string();
         assert_eq!(
             message,

@@ -91,7 +91,8 @@ impl RopeConfig {
                         } else if wavelength < original / high_freq_factor {
                             f
                         } else {
-                            let smooth = (original / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                            let smooth = (original / wavelength - low_freq_factor)
+                                / (high_freq_factor - low_freq_factor);
                             (1.0 - smooth) * f / factor + smooth * f
                         }
                     })
@@ -159,7 +160,11 @@ impl ModelConfig {
         ];
         for (key, value) in positive {
             if value == 0 || value > 1 << 28 {
-                return Err(ConfigError::BadValue { key: key.into(), got: value.to_string(), want: "1..2^28".into() });
+                return Err(ConfigError::BadValue {
+                    key: key.into(),
+                    got: value.to_string(),
+                    want: "1..2^28".into(),
+                });
             }
         }
         if !self.num_heads.is_multiple_of(self.num_kv_heads) {
@@ -207,7 +212,9 @@ pub enum ConfigError {
         want: String,
     },
     /// A feature that would change the answers and is not implemented.
-    #[error("config key {key} asks for {got}, which Lockstep does not implement for {family} models ({want})")]
+    #[error(
+        "config key {key} asks for {got}, which Lockstep does not implement for {family} models ({want})"
+    )]
     Unsupported {
         /// The key.
         key: String,

@@ -29,7 +29,12 @@ pub struct Projection {
 
 impl<B: Backend> ColumnParallel<B> {
     /// Loads this rank's rows of each projection, `in_features` wide.
-    pub fn load(loader: &Loader<'_, B>, parts: Vec<Projection>, in_features: usize, bias: bool) -> Result<Self> {
+    pub fn load(
+        loader: &Loader<'_, B>,
+        parts: Vec<Projection>,
+        in_features: usize,
+        bias: bool,
+    ) -> Result<Self> {
         let named = |suffix: &str| -> Vec<Part> {
             let part = |p: &Projection| Part {
                 name: format!("{}.{suffix}", p.name),
@@ -69,7 +74,13 @@ pub struct RowParallel<B: Backend> {
 
 impl<B: Backend> RowParallel<B> {
     /// Loads this rank's columns of `name` (`[out, global_in]`).
-    pub fn load(loader: &Loader<'_, B>, name: &str, out: usize, global_in: usize, bias: bool) -> Result<Self> {
+    pub fn load(
+        loader: &Loader<'_, B>,
+        name: &str,
+        out: usize,
+        global_in: usize,
+        bias: bool,
+    ) -> Result<Self> {
         let p = loader.parallel();
         let weight = loader.linear(MatrixPlan {
             parts: vec![Part { name: format!("{name}.weight"), global_rows: out, rows: 0..out }],
