@@ -1,1 +1,60 @@
-fn main() {}
+//! The `lockstep` binary: every role of the server and every tool, in one file to copy.
+//!
+//! `lockstep serve` re-executes this binary once per child process; [`child`] is what those run.
+//! Reading order: [`flags`], [`serve`], [`child`].
+
+mod bench;
+mod child;
+mod error;
+mod flags;
+mod logging;
+mod pull;
+mod serve;
+
+use clap::Parser;
+use error::{CliError, Result};
+use flags::{BenchCommand, Cli, Command};
+use lockstep_core::ExitCode;
+
+fn main() {
+    if let Some(entry) = lockstep_launch::child::enter() {
+        std::process::exit(child::run(entry));
+    }
+    let code = match parse().and_then(run) {
+        Ok(()) => ExitCode::Drained,
+        Err(CliError { code, message }) => {
+            if !message.is_empty() {
+                eprintln!("lockstep: {message}");
+            }
+            code
+        }
+    };
+    std::process::exit(code.code());
+}
+
+/// The command line, or one sentence about what is wrong with it. Help and version end here.
+fn parse() -> Result<Cli> {
+    Cli::try_parse().map_err(|error| {
+        if !error.use_stderr() {
+            // Help was asked for: it is the answer.
+            let _ = error.print();
+            return CliError::new(ExitCode::Drained, "");
+        }
+        let text = error.to_string();
+        let sentence = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
+        let details = text.lines().skip(1).map(str::trim).take_while(|l| !l.starts_with("Usage")).filter(|l| !l.is_empty());
+        let words: Vec<&str> = std::iter::once(sentence).chain(details.filter(|l| !l.starts_with("For more"))).collect();
+        CliError::new(ExitCode::Flags, format!("{}; see `lockstep --help`", words.join(" ")))
+    })
+}
+
+fn run(cli: Cli) -> Result<()> {
+    match cli.command {
+        Command::Serve(flags) => serve::run(&flags),
+        Command::Pull(flags) => pull::run(&flags),
+        Command::Bench(flags) => match flags.what {
+            BenchCommand::Hw(flags) => bench::hardware(&flags),
+            BenchCommand::Decode(flags) => bench::decode(&flags),
+        },
+    }
+}

@@ -1,0 +1,46 @@
+//! What a child process does: read its configuration, play its part, exit with a meaningful code.
+
+pub mod rank;
+pub mod text;
+
+use crate::logging;
+use lockstep_core::ExitCode;
+use lockstep_engine::RankConfig;
+use lockstep_launch::ChildEntry;
+use serde::{Deserialize, Serialize};
+
+/// What the launcher tells a child.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct ChildConfig {
+    /// Role as log lines show it, e.g. `TP0`.
+    pub label: String,
+    /// `--log-level`.
+    pub log_level: String,
+    /// What to do.
+    pub part: Part,
+}
+
+/// The part a child plays.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Part {
+    /// A scheduler process: one rank.
+    Rank(Box<RankConfig>),
+    /// A tokenizer, the detokenizer, or both in one process.
+    Text(Box<text::TextConfig>),
+}
+
+/// Runs the child to its end; returns its exit code.
+pub fn run(entry: ChildEntry) -> i32 {
+    let config: ChildConfig = match serde_json::from_str(&entry.config_json) {
+        Ok(config) => config,
+        Err(error) => {
+            eprintln!("{}: the launcher's configuration cannot be read: {error}", entry.name);
+            return ExitCode::Internal.code();
+        }
+    };
+    logging::init(&config.label, &config.log_level);
+    match config.part {
+        Part::Rank(rank) => rank::run(&rank, entry.inherited),
+        Part::Text(text) => text::run(&text),
+    }
+}

@@ -1,0 +1,117 @@
+//! A text process: tokenizer, detokenizer, or both.
+
+use lockstep_comm::link::{Context, Endpoint, Receiver, Sender};
+use lockstep_core::ExitCode;
+use lockstep_tokenizer::worker::{DetokenizerLinks, TokenizerLinks, run_detokenizer, run_shared, run_tokenizer};
+use lockstep_tokenizer::{TextModel, TextOptions, TokenizerError};
+use lockstep_wire::{Ready, Role, ToApi, ToDetokenizer, ToScheduler, ToTokenizer};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Messages that may wait for a receiver before the sender has to.
+const QUEUE_LEN_MAX: i32 = 4096;
+
+/// What the launcher tells a text process.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct TextConfig {
+    /// Its part, for the acknowledgement.
+    pub role: Role,
+    /// What it does.
+    pub duties: Duties,
+    /// Model folder or GGUF file.
+    pub model: PathBuf,
+    /// `--chat-template`.
+    pub chat_template: Option<PathBuf>,
+    /// Prompts that leave no room in this context are refused before the scheduler sees them.
+    pub context_max: usize,
+    /// Rows of the model's embedding.
+    pub vocab_size: usize,
+    /// Rank 0's inbox.
+    pub scheduler: Endpoint,
+    /// The api's inbox.
+    pub api: Endpoint,
+}
+
+/// Which loops run in the process.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Duties {
+    /// Text to ids.
+    Tokenize {
+        /// Requests from the api.
+        inbox: Endpoint,
+    },
+    /// Ids to text.
+    Detokenize {
+        /// Tokens from rank 0.
+        detokenizer: Endpoint,
+    },
+    /// Both (`--num-tokenizer 0`).
+    Both {
+        /// Requests from the api.
+        inbox: Endpoint,
+        /// Tokens from rank 0.
+        detokenizer: Endpoint,
+    },
+}
+
+/// Runs the process to its end; returns its exit code.
+pub fn run(config: &TextConfig) -> i32 {
+    match try_run(config) {
+        Ok(()) => ExitCode::Drained.code(),
+        Err(error) => {
+            tracing::error!("{error}");
+            exit_code(&error).code()
+        }
+    }
+}
+
+/// Whose fault it is: the model's files or the system.
+fn exit_code(error: &TokenizerError) -> ExitCode {
+    match error {
+        TokenizerError::Link(_) | TokenizerError::Thread(_) | TokenizerError::Panicked(_) => ExitCode::Internal,
+        _ => ExitCode::ModelFiles,
+    }
+}
+
+fn try_run(config: &TextConfig) -> Result<(), TokenizerError> {
+    let context = Context::new();
+    // Bind before loading: messages that come early wait in the socket.
+    let tokens = |endpoint| Receiver::<ToDetokenizer>::bind(&context, endpoint);
+    let requests = |endpoint| Receiver::<ToTokenizer>::bind(&context, endpoint);
+    let to_scheduler = || Sender::<ToScheduler>::connect(&context, &config.scheduler, QUEUE_LEN_MAX);
+    let to_api = || Sender::<ToApi>::connect(&context, &config.api, QUEUE_LEN_MAX);
+    match &config.duties {
+        Duties::Tokenize { inbox } => {
+            let links = TokenizerLinks { inbox: requests(inbox)?, scheduler: to_scheduler()?, api: to_api()? };
+            run_tokenizer(&load(config, &links.api)?, links)
+        }
+        Duties::Detokenize { detokenizer } => {
+            let links = DetokenizerLinks { inbox: tokens(detokenizer)?, api: to_api()? };
+            run_detokenizer(&load(config, &links.api)?, links)
+        }
+        Duties::Both { inbox, detokenizer } => {
+            let first = TokenizerLinks { inbox: requests(inbox)?, scheduler: to_scheduler()?, api: to_api()? };
+            let second = DetokenizerLinks { inbox: tokens(detokenizer)?, api: to_api()? };
+            let model = load(config, &first.api)?;
+            run_shared(Arc::new(model), first, second)
+        }
+    }
+}
+
+/// Loads the text model and acknowledges.
+fn load(config: &TextConfig, api: &Sender<ToApi>) -> Result<TextModel, TokenizerError> {
+    let options = TextOptions {
+        chat_template: config.chat_template.clone(),
+        context_max: Some(config.context_max),
+        vocab_size: Some(config.vocab_size),
+    };
+    let model = TextModel::load(&config.model, &options)?;
+    let chat_error = match config.duties {
+        Duties::Detokenize { .. } => None,
+        _ => model.chat_error().map(str::to_owned),
+    };
+    let ready = Ready { role: config.role, engine: None, chat_error };
+    api.send(&ToApi::Ready(Box::new(ready)), std::time::Duration::from_secs(30))?;
+    Ok(model)
+}

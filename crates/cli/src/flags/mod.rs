@@ -1,0 +1,113 @@
+//! Command-line flags: one file per group, one field per flag with its default, help and checks.
+//!
+//! Parsing (clap) and validation (`validated()` of each group) are separate, so that every check
+//! that needs more than one flag is written once. Spellings of mini-SGLang and SGLang are accepted
+//! as aliases. `docs/operations.md` lists the same flags.
+
+pub mod batching;
+pub mod logging;
+pub mod memory;
+pub mod model;
+pub mod parallel;
+pub mod server;
+
+use clap::{Args, Parser, Subcommand};
+use std::path::PathBuf;
+
+/// Lockstep: an LLM serving engine with multi-process tensor parallelism.
+#[derive(Parser, Debug)]
+#[command(name = "lockstep", version, about, disable_help_subcommand = true)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// Commands of the binary.
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Start a server: one process per rank, plus tokenizer, detokenizer and the HTTP API.
+    Serve(Box<ServeFlags>),
+    /// Fetch a model of the catalogue into the cache directory and print its path.
+    Pull(PullFlags),
+    /// Measure this machine and what the backend makes of it.
+    Bench(BenchFlags),
+}
+
+/// Flags of `lockstep serve`.
+#[derive(Args, Debug)]
+pub struct ServeFlags {
+    /// Which model.
+    #[command(flatten)]
+    pub model: model::ModelFlags,
+    /// Where to listen.
+    #[command(flatten)]
+    pub server: server::ServerFlags,
+    /// How many processes.
+    #[command(flatten)]
+    pub parallel: parallel::ParallelFlags,
+    /// How requests share a step.
+    #[command(flatten)]
+    pub batching: batching::BatchingFlags,
+    /// How much memory.
+    #[command(flatten)]
+    pub memory: memory::MemoryFlags,
+    /// What to log.
+    #[command(flatten)]
+    pub logging: logging::LoggingFlags,
+}
+
+/// Flags of `lockstep pull`.
+#[derive(Args, Debug)]
+pub struct PullFlags {
+    /// Catalogue name; without one the catalogue is listed.
+    pub name: Option<String>,
+    /// Where models are kept [default: $LOCKSTEP_CACHE, else the user's cache directory].
+    #[arg(long)]
+    pub cache_dir: Option<PathBuf>,
+    /// What to log.
+    #[command(flatten)]
+    pub logging: logging::LoggingFlags,
+}
+
+/// Flags of `lockstep bench`.
+#[derive(Args, Debug)]
+pub struct BenchFlags {
+    /// What to measure.
+    #[command(subcommand)]
+    pub what: BenchCommand,
+}
+
+/// Benchmarks.
+#[derive(Subcommand, Debug)]
+pub enum BenchCommand {
+    /// Memory bandwidth, FMA rate and shared-memory collectives of this machine.
+    Hw(HwFlags),
+    /// Decode at batch 1 and prefill of a model, against the floor of this machine, in process.
+    Decode(DecodeFlags),
+}
+
+/// Flags of `lockstep bench hw`.
+#[derive(Args, Debug)]
+pub struct HwFlags {
+    /// Threads to measure with [default: 1 and all cores].
+    #[arg(long)]
+    pub threads: Option<usize>,
+}
+
+/// Flags of `lockstep bench decode`.
+#[derive(Args, Debug)]
+pub struct DecodeFlags {
+    /// Catalogue name, folder or GGUF file.
+    #[arg(long)]
+    pub model: String,
+    /// Threads [default: all cores].
+    #[arg(long)]
+    pub threads: Option<usize>,
+    /// Tokens to decode.
+    #[arg(long, default_value_t = 64)]
+    pub tokens: usize,
+    /// Prompt tokens of the prefill measurement.
+    #[arg(long, default_value_t = 512)]
+    pub prompt: usize,
+}

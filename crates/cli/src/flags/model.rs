@@ -1,0 +1,66 @@
+//! Which model, and how its weights are kept.
+
+use anyhow::{Result, bail};
+use clap::Args;
+use lockstep_core::DType;
+use std::path::PathBuf;
+
+/// Model flags of `lockstep serve`.
+#[derive(Args, Debug)]
+pub struct ModelFlags {
+    /// Catalogue name (see `lockstep pull`), folder in Hugging Face layout, or GGUF file.
+    #[arg(long, visible_aliases = ["model-path"])]
+    pub model: String,
+
+    /// Name that clients use [default: folder, file or catalogue name].
+    #[arg(long)]
+    pub served_model_name: Option<String>,
+
+    /// Element type of weights: auto (the file's own), f32, f16 or bf16.
+    #[arg(long, default_value = "auto")]
+    pub dtype: String,
+
+    /// Device: auto or cpu.
+    #[arg(long, default_value = "auto")]
+    pub device: String,
+
+    /// Chat template file that replaces the model's own.
+    #[arg(long)]
+    pub chat_template: Option<PathBuf>,
+
+    /// Where catalogue models are kept [default: $LOCKSTEP_CACHE, else the user's cache directory].
+    #[arg(long)]
+    pub cache_dir: Option<PathBuf>,
+}
+
+impl ModelFlags {
+    /// `--dtype` as a conversion; `None` keeps the file's types.
+    pub fn dtype(&self) -> Result<Option<DType>> {
+        Ok(match self.dtype.as_str() {
+            "auto" => None,
+            "f32" | "float32" | "float" => Some(DType::F32),
+            "f16" | "float16" | "half" => Some(DType::F16),
+            "bf16" | "bfloat16" => Some(DType::Bf16),
+            other => bail!("--dtype {other} is not known; use auto, f32, f16 or bf16"),
+        })
+    }
+
+    /// Refuses devices that this build cannot serve on.
+    pub fn check_device(&self) -> Result<()> {
+        match self.device.as_str() {
+            "auto" | "cpu" => Ok(()),
+            "cuda" => bail!("--device cuda is not in this version yet; use --device cpu"),
+            other => bail!("--device {other} is not known; use auto or cpu"),
+        }
+    }
+
+    /// The chat template file exists.
+    pub fn check_chat_template(&self) -> Result<()> {
+        match &self.chat_template {
+            Some(path) if !path.is_file() => {
+                bail!("--chat-template {} is not a file; give the path of a Jinja template", path.display())
+            }
+            _ => Ok(()),
+        }
+    }
+}

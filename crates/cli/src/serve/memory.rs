@@ -1,0 +1,20 @@
+//! How much memory this host has to give.
+
+/// Bytes that programs may still take without swapping: the smaller of the kernel's estimate and
+/// what the control group leaves. `None` where neither can be read.
+pub fn available_bytes() -> Option<u64> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = meminfo.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(cgroup_left_bytes().map_or(kib * 1024, |left| left.min(kib * 1024)))
+}
+
+/// What a version-2 control group still allows this process; `None` without a limit.
+fn cgroup_left_bytes() -> Option<u64> {
+    let path = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    let group = path.lines().find_map(|l| l.strip_prefix("0::"))?;
+    let read = |file: &str| std::fs::read_to_string(format!("/sys/fs/cgroup{group}/{file}")).ok();
+    let limit: u64 = read("memory.max")?.trim().parse().ok()?;
+    let used: u64 = read("memory.current")?.trim().parse().ok()?;
+    Some(limit.saturating_sub(used))
+}

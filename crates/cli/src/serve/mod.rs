@@ -1,0 +1,42 @@
+//! `lockstep serve`: from flags to a running server and back.
+//!
+//! 1. [`plan`]: everything that can be refused is refused before a process is started.
+//! 2. [`spawn`]: one child per rank, tokenizers, detokenizer; shared memory; link names.
+//! 3. [`ready`]: wait for acknowledgements while watching every child.
+//! 4. [`serving`]: listen, answer, watch; drain or fail.
+//!
+//! The launcher's exit code and last line are decided here and nowhere else.
+
+mod memory;
+mod plan;
+mod port;
+mod ready;
+mod serving;
+mod spawn;
+
+use crate::error::{CliError, Result};
+use crate::flags::ServeFlags;
+use crate::logging;
+use lockstep_core::ExitCode;
+use plan::ServePlan;
+
+/// Runs a server until it is told to stop or cannot go on.
+pub fn run(flags: &ServeFlags) -> Result<()> {
+    logging::init("api", flags.logging.log_level.name());
+    let limit = lockstep_launch::raise_fd_limit().map_err(CliError::with(ExitCode::Internal))?;
+    tracing::debug!("file descriptor limit {limit:?}");
+    let plan = ServePlan::new(flags)?;
+    tracing::info!("{}", plan.summary());
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(CliError::with(ExitCode::Internal))?;
+    runtime.block_on(async {
+        let mut server = spawn::start(&plan)?;
+        let facts = match ready::wait(&plan, &mut server).await {
+            Ok(facts) => facts,
+            Err(error) => return Err(server.end(error)),
+        };
+        serving::run(plan, server, facts).await
+    })
+}

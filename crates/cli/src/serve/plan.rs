@@ -1,0 +1,172 @@
+//! Flags and model files, checked together and resolved, before anything starts.
+
+use super::memory;
+use super::port::ReservedPort;
+use crate::error::{CliError, Result};
+use crate::flags::ServeFlags;
+use crate::flags::batching::Cache;
+use crate::pull;
+use lockstep_core::{ExitCode, ModelConfig, TokenId, shard};
+use lockstep_engine::Batching;
+use lockstep_launch::Topology;
+use lockstep_weights::{GenerationDefaults, ModelFiles};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// A server that may be started.
+pub struct ServePlan {
+    /// Folder or GGUF file, absolute.
+    pub model_path: PathBuf,
+    /// The model.
+    pub model: ModelConfig,
+    /// What clients call it.
+    pub served_model_name: String,
+    /// `--chat-template`.
+    pub chat_template: Option<PathBuf>,
+    /// End tokens from config, generation config, GGUF and tokenizer, ascending.
+    pub eos_tokens: Vec<TokenId>,
+    /// Sampling values of generation_config.json.
+    pub generation: GenerationDefaults,
+    /// Which processes.
+    pub topology: Topology,
+    /// Threads of each rank.
+    pub threads: usize,
+    /// Conversion of weights, if asked for.
+    pub dtype: Option<lockstep_core::DType>,
+    /// Batching, equal on all ranks.
+    pub batching: Batching,
+    /// Bytes each rank may use.
+    pub rank_budget_bytes: usize,
+    /// How that came about.
+    pub budget_origin: String,
+    /// `--num-pages` of each rank.
+    pub num_pages: Vec<Option<usize>>,
+    /// How long a rank waits for another.
+    pub collective_timeout: Duration,
+    /// How long running requests get after a signal.
+    pub grace: Duration,
+    /// Refuse unknown request fields.
+    pub strict_api: bool,
+    /// Log level of the children.
+    pub log_level: &'static str,
+    /// The HTTP port.
+    pub port: Option<ReservedPort>,
+}
+
+impl ServePlan {
+    /// Checks and resolves. Exit codes: 2 flags and illegal tp, 3 model files.
+    pub fn new(flags: &ServeFlags) -> Result<Self> {
+        check_flags(flags).map_err(CliError::with(ExitCode::Flags))?;
+        let address = flags.server.address().map_err(CliError::with(ExitCode::Flags))?;
+        let port = ReservedPort::new(SocketAddr::new(address, flags.server.port))?;
+        let model_files = CliError::with(ExitCode::ModelFiles);
+        let cache_dir = pull::cache_dir(flags.model.cache_dir.clone());
+        let model_path = pull::resolve(&flags.model.model, &cache_dir)?;
+        let files = ModelFiles::open(&model_path).map_err(CliError::with(ExitCode::ModelFiles))?;
+        let model = files.config().clone();
+        shard::check_tp_size(&model, flags.parallel.tp).map_err(CliError::with(ExitCode::Flags))?;
+        let tp = flags.parallel.tp as usize;
+        check_context(flags, &model)?;
+        let mut eos_tokens = files.eos_tokens().to_vec();
+        eos_tokens.extend(lockstep_tokenizer::eos_tokens_of(&model_path).map_err(&model_files)?);
+        eos_tokens.sort_unstable();
+        eos_tokens.dedup();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let (rank_budget_bytes, budget_origin) = budget(flags.memory.memory_ratio, tp)?;
+        Ok(Self {
+            served_model_name: served_name(flags, &model_path),
+            chat_template: flags.model.chat_template.clone(),
+            eos_tokens,
+            generation: files.generation_defaults(),
+            topology: Topology::tensor_parallel(tp, flags.parallel.num_tokenizer),
+            threads: flags.parallel.threads(cores, tp).map_err(CliError::with(ExitCode::Flags))?,
+            dtype: flags.model.dtype().map_err(CliError::with(ExitCode::Flags))?,
+            batching: batching(flags),
+            rank_budget_bytes,
+            budget_origin,
+            num_pages: (0..tp).map(|rank| flags.memory.pages_of(rank)).collect(),
+            collective_timeout: Duration::from_secs_f64(flags.parallel.collective_timeout),
+            grace: Duration::from_secs_f64(flags.server.grace_seconds),
+            strict_api: flags.server.strict_api,
+            log_level: flags.logging.log_level.name(),
+            port: Some(port),
+            model,
+            model_path,
+        })
+    }
+
+    /// One line about what will run.
+    pub fn summary(&self) -> String {
+        let m = &self.model;
+        format!(
+            "serving {} ({}, {} layers, {} query heads, {} KV heads) on cpu with tp {}, {} threads a rank",
+            self.served_model_name,
+            m.architecture,
+            m.num_layers,
+            m.num_heads,
+            m.num_kv_heads,
+            self.topology.tp_size,
+            self.threads
+        )
+    }
+}
+
+fn check_flags(flags: &ServeFlags) -> anyhow::Result<()> {
+    flags.model.check_device()?;
+    flags.model.dtype()?;
+    flags.model.check_chat_template()?;
+    flags.server.check_grace()?;
+    flags.parallel.check()?;
+    flags.batching.check()?;
+    flags.memory.check()
+}
+
+fn check_context(flags: &ServeFlags, model: &ModelConfig) -> Result<()> {
+    match flags.batching.max_context {
+        Some(context) if context > model.max_position => Err(CliError::new(
+            ExitCode::Flags,
+            format!(
+                "--max-context {context} is above the {} positions this model was made for; use at most that",
+                model.max_position
+            ),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// What each of `tp` ranks may use, and the words for it.
+fn budget(ratio: f64, tp: usize) -> Result<(usize, String)> {
+    let available = memory::available_bytes().ok_or_else(|| {
+        CliError::new(ExitCode::Internal, "cannot read the available memory from /proc/meminfo; give --num-pages")
+    })?;
+    let share = (available as f64 * ratio / tp as f64) as usize;
+    let origin = format!("--memory-ratio {ratio} of {} MiB available, shared by {tp} ranks", available >> 20);
+    Ok((share, origin))
+}
+
+fn batching(flags: &ServeFlags) -> Batching {
+    let b = &flags.batching;
+    Batching {
+        page_size: b.page_size,
+        running_max: b.max_running,
+        chunk: b.chunk,
+        context_max: b.max_context,
+        waiting_max: b.max_waiting,
+        prefix_cache: b.cache == Cache::Radix,
+        mixed: b.mixed,
+        overlap: !b.no_overlap,
+    }
+}
+
+/// `--served-model-name`, else the catalogue name, folder name or file stem.
+fn served_name(flags: &ServeFlags, path: &std::path::Path) -> String {
+    if let Some(name) = &flags.model.served_model_name {
+        return name.clone();
+    }
+    if pull::is_catalogue_name(&flags.model.model) {
+        return flags.model.model.clone();
+    }
+    let name = if path.is_file() { path.file_stem() } else { path.file_name() };
+    name.map_or_else(|| flags.model.model.clone(), |n| n.to_string_lossy().into_owned())
+}

@@ -1,0 +1,192 @@
+//! Serves until a signal or a failure, then ends every process and says why.
+
+use super::plan::ServePlan;
+use super::ready::Facts;
+use super::spawn::Server;
+use crate::error::{CliError, Result};
+use lockstep_api::engine::dispatch::{self, ZmqSockets};
+use lockstep_api::{
+    ApiConfig, ApiError, Ended, EngineClient, ProcessInfo, REQUESTS_OPEN_MAX, SamplingDefaults, ServerControl,
+    ServerHandle,
+};
+use lockstep_core::ExitCode;
+use lockstep_launch::{Event, Failure, Phase};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::task::{JoinError, JoinHandle};
+
+/// How long children may take to finish and exit by themselves after a drain.
+const EXIT_PATIENCE: Duration = Duration::from_secs(3);
+/// How long the launcher waits for the verdict about a death once the answers are out.
+const VERDICT_PATIENCE: Duration = Duration::from_secs(3);
+
+/// Listens and serves; returns how the launcher should end.
+pub async fn run(mut plan: ServePlan, mut server: Server, facts: Facts) -> Result<()> {
+    let Some(port) = plan.port.take() else {
+        return Err(server.end(CliError::new(ExitCode::Internal, "the reserved port is gone")));
+    };
+    let address = port.address;
+    let listener = match port.listen() {
+        Ok(listener) => listener,
+        Err(error) => return Err(server.end(error)),
+    };
+    let mut service = match start(&plan, &mut server, facts, listener) {
+        Ok(service) => service,
+        Err(error) => return Err(server.end(error)),
+    };
+    tracing::info!("listening on http://{address} (model {}); Ctrl-C drains and stops", plan.served_model_name);
+    let ended = service.watch(&mut server, plan.grace).await;
+    service.end(server, ended).await
+}
+
+/// The running tasks and what has happened to them.
+struct Service {
+    client: EngineClient,
+    handle: ServerHandle,
+    http: JoinHandle<std::result::Result<Ended, ApiError>>,
+    dispatcher: JoinHandle<std::result::Result<(), ApiError>>,
+    signal: Option<i32>,
+    failure: Option<Failure>,
+    link_error: Option<String>,
+}
+
+fn start(
+    plan: &ServePlan,
+    server: &mut Server,
+    facts: Facts,
+    listener: tokio::net::TcpListener,
+) -> Result<Service> {
+    let config = api_config(plan, server, facts)?;
+    let inbox = server.inbox.take().ok_or_else(|| CliError::new(ExitCode::Internal, "the inbox is gone"))?;
+    let sockets = ZmqSockets::connect(&server.context, &server.tokenizers, &server.scheduler, inbox)
+        .map_err(CliError::with(ExitCode::Internal))?;
+    let (client, link) = EngineClient::new(server.tokenizers.len(), REQUESTS_OPEN_MAX);
+    let (handle, control) = ServerControl::new();
+    server.supervisor.set_phase(Phase::Serving).map_err(CliError::with(ExitCode::Internal))?;
+    Ok(Service {
+        http: tokio::spawn(lockstep_api::serve(listener, config, client.clone(), control)),
+        dispatcher: tokio::spawn(dispatch::run(link, sockets)),
+        client,
+        handle,
+        signal: None,
+        failure: None,
+        link_error: None,
+    })
+}
+
+impl Service {
+    /// Follows events until the HTTP server has ended.
+    async fn watch(&mut self, server: &mut Server, grace: Duration) -> std::result::Result<Ended, String> {
+        let mut dispatching = true;
+        loop {
+            tokio::select! {
+                ended = &mut self.http => return flatten(ended),
+                result = &mut self.dispatcher, if dispatching => {
+                    dispatching = false;
+                    if let Err(error) = flatten(result) {
+                        self.handle.fail(error.clone());
+                        self.link_error = Some(error);
+                    }
+                }
+                event = server.events.recv() => match event {
+                    Some(event) => self.on_event(server, event, grace),
+                    None => self.handle.fail("the supervising thread is gone"),
+                },
+            }
+        }
+    }
+
+    fn on_event(&mut self, server: &Server, event: Event, grace: Duration) {
+        match event {
+            Event::Signal(signal) => {
+                tracing::info!("signal {signal}: draining for at most {:.1} s", grace.as_secs_f64());
+                self.signal = Some(signal);
+                self.handle.drain(grace);
+            }
+            Event::ChildDied { name, status, .. } => server.abort_group(&format!("{name} {status}")),
+            Event::Failed(failure) => {
+                self.handle.fail(failure.to_string());
+                self.failure = Some(failure);
+            }
+            Event::ChildExited { .. } | Event::AllExited => {}
+        }
+    }
+
+    /// Ends every process; the result is the launcher's last word and exit code.
+    async fn end(mut self, mut server: Server, ended: std::result::Result<Ended, String>) -> Result<()> {
+        if matches!(ended, Ok(Ended::Drained | Ended::Cut { .. })) && self.failure.is_none() {
+            self.dismiss(&mut server).await;
+        } else if self.failure.is_none() && self.link_error.is_none() {
+            self.failure = server.verdict_within(VERDICT_PATIENCE).await;
+        }
+        server.end_gently();
+        if let Some(failure) = self.failure {
+            return Err(CliError::new(failure.exit_code, failure.to_string().trim_start_matches("lockstep: ")));
+        }
+        match ended {
+            Ok(Ended::Drained) => {
+                tracing::info!("drained; every process has ended");
+                Ok(())
+            }
+            Ok(Ended::Cut { requests }) => {
+                let code = if self.signal == Some(SIGINT) { ExitCode::Interrupted } else { ExitCode::Terminated };
+                let text = format!("{requests} requests were ended with an error because the grace was over");
+                Err(CliError::new(code, text))
+            }
+            Ok(Ended::Failed) => {
+                let cause = self.link_error.unwrap_or_else(|| "the engine failed".into());
+                Err(CliError::new(ExitCode::ChildDied, cause))
+            }
+            Err(cause) => Err(CliError::new(ExitCode::Internal, cause)),
+        }
+    }
+
+    /// Asks the children to leave and waits until they have, for a while.
+    async fn dismiss(&mut self, server: &mut Server) {
+        if server.supervisor.set_phase(Phase::Draining).is_err() {
+            return;
+        }
+        self.client.shutdown_children().await;
+        let all_gone = async {
+            while let Some(event) = server.events.recv().await {
+                match event {
+                    Event::AllExited => return,
+                    Event::Failed(failure) => self.failure = Some(failure),
+                    _ => {}
+                }
+            }
+        };
+        if tokio::time::timeout(EXIT_PATIENCE, all_gone).await.is_err() {
+            tracing::warn!("some processes did not leave within {} s and are ended", EXIT_PATIENCE.as_secs());
+        }
+    }
+}
+
+const SIGINT: i32 = 2;
+
+fn flatten<T, E: std::fmt::Display>(
+    joined: std::result::Result<std::result::Result<T, E>, JoinError>,
+) -> std::result::Result<T, String> {
+    joined.map_err(|e| format!("a task of the api ended: {e}"))?.map_err(|e| e.to_string())
+}
+
+fn api_config(plan: &ServePlan, server: &Server, facts: Facts) -> Result<ApiConfig> {
+    let processes = server.supervisor.processes().map_err(CliError::with(ExitCode::Internal))?;
+    let launcher = ProcessInfo { name: "lockstep".into(), pid: std::process::id() };
+    let children = processes.into_iter().map(|(name, pid)| ProcessInfo { name, pid });
+    let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let generation = &plan.generation;
+    Ok(ApiConfig {
+        running_max: plan.batching.running_max,
+        default_sampling: SamplingDefaults {
+            temperature: generation.temperature,
+            top_k: generation.top_k,
+            top_p: generation.top_p,
+            min_p: generation.min_p,
+        },
+        chat_error: facts.chat_error,
+        strict_api: plan.strict_api,
+        created,
+        processes: std::iter::once(launcher).chain(children).collect(),
+        ..ApiConfig::new(&plan.served_model_name, facts.engine.context_max, plan.model.vocab_size)
+    })
+}
