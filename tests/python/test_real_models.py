@@ -1,0 +1,51 @@
+"""Real models of the catalogue, when they are in the cache: SmolLM2 against an independent implementation, and a chat
+with Qwen2.5-Coder, each at its legal tp sizes."""
+
+import json
+import os
+import pathlib
+
+import pytest
+
+from conftest import Server
+
+# Below this gap between the two best logits, implementations may rightly choose differently.
+MARGIN_MIN = 0.01
+REFERENCE = json.loads((pathlib.Path(__file__).parent / "data" / "smollm2_reference.json").read_text(encoding="utf-8"))
+
+
+def serve(binary, name, tp):
+    if os.environ.get("LOCKSTEP_TEST_MODELS") != "1":
+        pytest.skip("LOCKSTEP_TEST_MODELS is not 1; ./test sets it after pulling the models")
+    return Server(binary, name, tp, "--max-context", "512")
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_smollm2_continues_as_the_reference_does(binary, tp):
+    server = serve(binary, "smollm2-135m", tp)
+    compared = 0
+    for case in REFERENCE["cases"]:
+        sure = next((i for i, m in enumerate(case["margins"]) if m < MARGIN_MIN), len(case["margins"]))
+        answer = server.client.completions.create(
+            model=server.model, prompt=case["prompt_ids"], temperature=0, max_tokens=sure,
+            extra_body={"ignore_eos": True, "skip_special_tokens": False},
+        )
+        assert answer.usage.completion_tokens == sure
+        # A character that ends after the last compared token is held back or cut.
+        text = answer.choices[0].text.rstrip("\ufffd")
+        assert text and case["output_text"].startswith(text), case["prompt_ids"]
+        compared += sure
+    assert compared == 155
+    server.stop()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_qwen_coder_answers_a_chat(binary, tp):
+    server = serve(binary, "qwen2.5-coder-0.5b", tp)
+    stream = server.client.chat.completions.create(
+        model=server.model, temperature=0, max_tokens=24, stream=True,
+        messages=[{"role": "user", "content": "What is the capital of France? Answer with one word."}],
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
+    assert "Paris" in text
+    server.stop()
