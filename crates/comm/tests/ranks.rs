@@ -3,6 +3,9 @@
 //! A process is this test binary started again with one test selected and the shared memory as its
 //! standard input.
 
+// A failed unwrap is a failed test, in helper functions too.
+#![allow(clippy::unwrap_used)]
+
 use lockstep_comm::collective::CollectiveError;
 use lockstep_comm::shm::Operation;
 use lockstep_comm::{

@@ -17,9 +17,9 @@ pub(super) const MAXMSGSIZE: c_int = 22;
 pub(super) const SNDHWM: c_int = 23;
 pub(super) const RCVHWM: c_int = 24;
 pub(super) const SNDTIMEO: c_int = 28;
-pub(super) const XPUB_VERBOSE: c_int = 40;
 pub(super) const IPC_FILTER_UID: c_int = 59;
 pub(super) const XPUB_NODROP: c_int = 69;
+pub(super) const XPUB_VERBOSER: c_int = 78;
 
 pub(super) const DONTWAIT: c_int = 1;
 pub(super) const POLLIN: c_short = 1;

@@ -136,3 +136,6 @@ pub fn random_prefix() -> String {
     }
     bits.iter().map(|b| format!("{b:02x}")).collect()
 }
+
+#[cfg(test)]
+mod tests;

@@ -90,7 +90,3 @@ impl<T: DeserializeOwned> Receiver<T> {
         self.socket.endpoint()
     }
 }
-
-#[cfg(test)]
-#[path = "tests.rs"]
-mod tests;

@@ -9,14 +9,16 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long a closing socket may go on delivering what it had accepted.
+/// How long a closing sender may go on delivering what it had accepted. Receivers do not linger: all
+/// they could have left is a subscription, and a dead publisher would make them wait for it.
 const LINGER_MS: c_int = 2_000;
 /// Pause between attempts to reach an endpoint nobody has bound yet; doubles up to the maximum.
 const RECONNECT_MS: c_int = 5;
 const RECONNECT_MS_MAX: c_int = 100;
 
 /// The libzmq context of a process (one I/O thread). Cloning shares it; the last clone to go waits
-/// until every socket has delivered what it had accepted, at most two seconds.
+/// until every socket has delivered what it had accepted, at most two seconds. `process::exit` does
+/// not drop it: a process that sends a last message must drop its senders and context before.
 #[derive(Clone, Debug)]
 pub struct Context(Arc<RawContext>);
 
@@ -100,7 +102,7 @@ impl Socket {
         };
         let socket =
             Self { raw, endpoint: endpoint.clone(), _context: context.clone(), _not_sync: PhantomData };
-        socket.set(ffi::LINGER, LINGER_MS)?;
+        socket.set(ffi::LINGER, if matches!(kind, Kind::Push | Kind::Xpub) { LINGER_MS } else { 0 })?;
         socket.set(ffi::RECONNECT_IVL, RECONNECT_MS)?;
         socket.set(ffi::RECONNECT_IVL_MAX, RECONNECT_MS_MAX)?;
         socket.set(ffi::RCVHWM, 0)?;
@@ -108,9 +110,10 @@ impl Socket {
         socket.set_message_bytes_max(WIRE_MESSAGE_BYTES_MAX)?;
         match kind {
             Kind::Xpub => {
-                // Wait instead of dropping; report every subscription, equal ones included.
+                // Wait instead of dropping; report every rank that joins or leaves, although all have
+                // the same subscription (VERBOSE alone reports only the last one to leave).
                 socket.set(ffi::XPUB_NODROP, 1)?;
-                socket.set(ffi::XPUB_VERBOSE, 1)?;
+                socket.set(ffi::XPUB_VERBOSER, 1)?;
             }
             Kind::Sub => socket.set_bytes(ffi::SUBSCRIBE, b"")?,
             Kind::Push | Kind::Pull => {}
@@ -135,7 +138,7 @@ impl Socket {
 
     /// Binds the endpoint for peers of this process's own user only.
     pub(super) fn bind(&self) -> Result<()> {
-        let uid: libc::uid_t = rustix::process::getuid().as_raw();
+        let uid: libc::uid_t = rustix::process::geteuid().as_raw();
         self.set(ffi::IPC_FILTER_UID, uid)?;
         let name = self.name("bind")?;
         // SAFETY: the socket is open and the name is a C string.

@@ -1,7 +1,7 @@
 //! Links between threads with contexts of their own: to libzmq that is the same as two processes.
 
-use super::super::socket::{Kind, Socket};
-use super::super::{
+use super::socket::{Kind, Socket};
+use super::{
     AsyncReceiver, BroadcastReceiver, BroadcastSender, Context, Endpoint, LinkError, Receiver, Sender,
     random_prefix,
 };
@@ -165,11 +165,12 @@ fn a_broadcast_needs_its_subscribers() {
     let to = endpoint("missing");
     let mut sender = BroadcastSender::bind(&Context::new(), &to, LONG).unwrap();
     assert!(matches!(sender.send(0, &ToScheduler::Shutdown), Err(LinkError::Subscribers { .. })));
-    let receiver = BroadcastReceiver::connect(&Context::new(), &to).unwrap();
-    sender.wait_for_subscribers(1, LONG).unwrap();
-    let error = sender.wait_for_subscribers(2, Duration::from_millis(30)).unwrap_err();
-    assert!(matches!(error, LinkError::Subscribers { subscribed: 1, expected: 2, .. }), "{error}");
-    drop(receiver);
+    let _stays = BroadcastReceiver::connect(&Context::new(), &to).unwrap();
+    let leaves = BroadcastReceiver::connect(&Context::new(), &to).unwrap();
+    sender.wait_for_subscribers(2, LONG).unwrap();
+    let error = sender.wait_for_subscribers(3, Duration::from_millis(30)).unwrap_err();
+    assert!(matches!(error, LinkError::Subscribers { subscribed: 2, expected: 3, .. }), "{error}");
+    drop(leaves);
     // The departure takes its time to arrive; until then sending succeeds.
     let start = Instant::now();
     let error = loop {
@@ -178,7 +179,23 @@ fn a_broadcast_needs_its_subscribers() {
             Err(error) => break error,
         }
     };
-    assert!(matches!(error, LinkError::Subscribers { subscribed: 0, expected: 1, .. }), "{error}");
+    assert!(matches!(error, LinkError::Subscribers { subscribed: 1, expected: 2, .. }), "{error}");
+}
+
+#[test]
+fn a_receiver_closes_at_once_after_its_sender_is_gone() {
+    // A lingering SUB socket waits for its subscription to reach a publisher that has exited:
+    // every rank would end two seconds after rank 0.
+    let to = endpoint("exit");
+    let mut sender = BroadcastSender::bind(&Context::new(), &to, LONG).unwrap();
+    let mut receiver = BroadcastReceiver::connect(&Context::new(), &to).unwrap();
+    sender.wait_for_subscribers(1, LONG).unwrap();
+    sender.send(0, &ToScheduler::Shutdown).unwrap();
+    drop(sender);
+    assert!(receiver.recv(Some(LONG)).unwrap().is_some(), "the last message survives its sender");
+    let start = Instant::now();
+    drop(receiver);
+    assert!(start.elapsed() < Duration::from_millis(1_500));
 }
 
 #[test]
