@@ -69,9 +69,9 @@ impl Queue {
         self.aged.first().map(|arrival| self.by_arrival[arrival].slot)
     }
 
-    /// Waiting requests in order of service, each with its priority.
-    pub fn iter(&self) -> impl Iterator<Item = (Slot, i32)> {
-        self.order.iter().map(|&(Reverse(priority), _, _, slot)| (slot, priority))
+    /// Waiting requests in order of service.
+    pub fn iter(&self) -> impl Iterator<Item = Slot> {
+        self.order.iter().map(|&(_, _, _, slot)| slot)
     }
 }
 
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     fn order(queue: &Queue) -> Vec<Slot> {
-        queue.iter().map(|(slot, _)| slot).collect()
+        queue.iter().collect()
     }
 
     #[test]

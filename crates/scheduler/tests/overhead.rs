@@ -13,6 +13,7 @@ fn decode(batch: usize, context: usize, steps: usize) -> [u128; 3] {
         max_running: batch,
         token_budget: 1 << 20,
         context_max: 1 << 17,
+        reserve_percent: 0,
         ..SchedulerConfig::default()
     };
     let mut scheduler = Scheduler::new(config);

@@ -10,8 +10,8 @@ use crate::entry::{Entry, Slot};
 use lockstep_kvcache::common_len;
 use std::cmp::Reverse;
 
-/// Waiting requests looked at per step, at most.
-const SCAN_MAX: usize = 64;
+/// Waiting requests that one step looks at and passes over, at most.
+const PASSED_OVER_MAX: usize = 64;
 
 /// What one more step costs, in prefill tokens, however few it holds: weights are read once per step. Between
 /// what CPUs (about 5) and GPUs (about 150) need; keeps requests from waiting for a page of chat template.
@@ -74,19 +74,21 @@ impl Scheduler {
         }
         let mut candidates = std::mem::take(&mut self.scratch.candidates);
         self.list_candidates(&mut candidates);
-        let mut reserved = self.reserved_pages();
+        let (mut reserved, mut passed_over) = (self.reserved_pages(), 0);
         for slot in candidates.drain(..) {
-            if room == 0 || self.running.len() >= self.config.max_running {
+            if room == 0 || self.running.len() >= self.config.max_running || passed_over == PASSED_OVER_MAX {
                 break;
             }
-            if self.judge(slot, reserved) == Verdict::Admit {
-                self.start(slot);
-                self.scratch.prefilling.push(slot);
-                reserved += self.growth.pages(&self.entries[slot], &self.config);
-                room -= self.push_prefill(draft, slot, room);
-                if self.queue.aged().is_some() {
-                    break;
-                }
+            if self.judge(slot, reserved) != Verdict::Admit {
+                passed_over += 1;
+                continue;
+            }
+            self.start(slot);
+            self.scratch.prefilling.push(slot);
+            reserved += self.growth.pages(&self.entries[slot], &self.config);
+            room -= self.push_prefill(draft, slot, room);
+            if self.queue.aged().is_some() {
+                break;
             }
         }
         candidates.clear();
@@ -100,7 +102,8 @@ impl Scheduler {
             candidates.push(slot);
             return;
         }
-        candidates.extend(self.queue.iter().map(|(slot, _)| slot).take(SCAN_MAX));
+        let places = self.config.max_running - self.running.len();
+        candidates.extend(self.queue.iter().take(PASSED_OVER_MAX + places));
         if self.config.queue_order == QueueOrder::LongestPrefix {
             candidates.iter().for_each(|&slot| self.refresh_hit(slot));
             let entries = &self.entries;
