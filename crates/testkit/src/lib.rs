@@ -7,7 +7,7 @@
 //! * Everything is deterministic: weights come from a seed, seeds are fixed in a table, and a test
 //!   proves again that each fixture tells a right engine from the wrong ones it is meant for.
 //!
-//! Reading order: [`spec`] and [`tensor`] (what a model is), [`reference`] (what it answers),
+//! Reading order: [`spec`] and [`tensor`] (what a model is), [`mod@reference`] (what it answers),
 //! [`fixtures`] (the named models), [`folder`] with [`safetensors`], [`gguf`], [`tokenizer`] and
 //! [`template`] (how they lie on disk), [`server`] with [`http`] and [`process`] (how the binary is
 //! driven), [`temp`].

@@ -21,7 +21,7 @@ pub struct ProcessInfo {
     pub pid: u32,
     /// Parent's process id; 1 or another reaper after the parent died.
     pub parent: u32,
-    /// argv[0], as `ps` shows it, without leading folders.
+    /// `argv[0]`, as `ps` shows it, without leading folders.
     pub name: String,
 }
 

@@ -38,7 +38,7 @@ impl Random {
     /// A whole number in `0..n`. Panics when `n` is 0. The bias is below `n / 2^64`.
     pub fn below(&mut self, n: u64) -> u64 {
         assert!(n > 0, "below(0) has no answer");
-        (u128::from(self.next_u64()) * u128::from(n) >> 64) as u64
+        ((u128::from(self.next_u64()) * u128::from(n)) >> 64) as u64
     }
 
     /// A number in `[0, 1)` with 53 random bits.

@@ -46,13 +46,14 @@ fn sources() -> Vec<(String, String)> {
     let mut files = Vec::new();
     let mut folders = vec![root.clone()];
     while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(&folder).unwrap() {
-            let path = entry.unwrap().path();
+        for entry in std::fs::read_dir(&folder).expect("sources can be listed") {
+            let path = entry.expect("sources can be listed").path();
             if path.is_dir() {
                 folders.push(path);
             } else if path.extension().is_some_and(|e| e == "rs") {
-                let name = path.strip_prefix(&root).unwrap().to_string_lossy().into_owned();
-                files.push((name, std::fs::read_to_string(&path).unwrap()));
+                let name =
+                    path.strip_prefix(&root).expect("invariant: below root").to_string_lossy().into_owned();
+                files.push((name, std::fs::read_to_string(&path).expect("sources are UTF-8")));
             }
         }
     }

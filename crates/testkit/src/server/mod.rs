@@ -10,170 +10,24 @@
 //! loaded, `/health` answers 200 then, and `/server_info` holds `pages_free`, `pages_cached`,
 //! `pages_total`, `running` and `waiting` at any depth.
 
+mod answer;
+mod command;
+
+pub use answer::{Answer, Streamed};
+pub use command::{Exit, ServeCommand, free_port};
+
 use crate::http::{EventStream, HttpClient, Response};
-use crate::process::{self, MARK_VARIABLE, ProcessInfo, Signal, poll};
+use crate::process::{self, ProcessInfo, Signal, poll};
+use command::Output;
 use serde_json::{Map, Value, json};
-use std::io::{BufRead, BufReader, Read};
-use std::net::TcpListener;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, ExitStatus};
 use std::time::Duration;
 
 /// Limit of a start; generous, as test machines are shared.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
 /// The server must be gone this soon after a signal or a child's death, by design.
 pub const EXIT_LIMIT: Duration = Duration::from_secs(10);
-
-static NEXT: AtomicU32 = AtomicU32::new(0);
-
-/// A loopback port that nobody listens on now. Taken below the kernel's ephemeral range, so that no
-/// outgoing connection occupies it between this call and the server's bind; different test
-/// processes start at different places.
-pub fn free_port() -> u16 {
-    for _ in 0..10_000 {
-        let n = NEXT.fetch_add(1, Ordering::Relaxed).wrapping_add(std::process::id().wrapping_mul(61));
-        let port = 12_000 + (n % 20_000) as u16;
-        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
-            return port;
-        }
-    }
-    panic!("no free port between 12000 and 32000");
-}
-
-/// A `lockstep serve` command being put together.
-#[derive(Clone, Debug)]
-pub struct ServeCommand {
-    binary: PathBuf,
-    model: PathBuf,
-    port: u16,
-    flags: Vec<String>,
-    environment: Vec<(String, PathBuf)>,
-    working_dir: Option<PathBuf>,
-}
-
-impl ServeCommand {
-    /// `serve --model model` on a free port; `binary` is usually `env!("CARGO_BIN_EXE_lockstep")`.
-    pub fn new(binary: impl Into<PathBuf>, model: impl Into<PathBuf>) -> Self {
-        Self {
-            binary: binary.into(),
-            model: model.into(),
-            port: free_port(),
-            // Tiny models need no more, and tests share few cores.
-            flags: vec!["--threads".into(), "1".into()],
-            environment: Vec::new(),
-            working_dir: None,
-        }
-    }
-
-    /// Adds `--tp size`.
-    pub fn tp(self, size: usize) -> Self {
-        self.flag("--tp", size)
-    }
-
-    /// Adds a flag with its value.
-    pub fn flag(mut self, name: &str, value: impl ToString) -> Self {
-        self.flags.extend([name.to_owned(), value.to_string()]);
-        self
-    }
-
-    /// Uses this port.
-    pub fn port(self, port: u16) -> Self {
-        Self { port, ..self }
-    }
-
-    /// The port that the server will use.
-    pub fn port_number(&self) -> u16 {
-        self.port
-    }
-
-    /// Sets an environment variable to a path (`TMPDIR`, for instance).
-    pub fn env(mut self, name: &str, value: &Path) -> Self {
-        self.environment.push((name.to_owned(), value.to_owned()));
-        self
-    }
-
-    /// Starts it in this folder, so that `--model` may be relative.
-    pub fn working_dir(self, dir: &Path) -> Self {
-        Self { working_dir: Some(dir.to_owned()), ..self }
-    }
-
-    /// Starts the process and returns at once. It leads a process group of its own.
-    pub fn spawn(&self) -> Server {
-        let mark = format!("testkit-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let mut command = Command::new(&self.binary);
-        command.args(["serve", "--model"]).arg(&self.model).arg("--port").arg(self.port.to_string());
-        command.args(&self.flags).env(MARK_VARIABLE, &mark).process_group(0);
-        command.envs(self.environment.iter().map(|(k, v)| (k, v)));
-        if let Some(dir) = &self.working_dir {
-            command.current_dir(dir);
-        }
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child =
-            command.spawn().unwrap_or_else(|e| panic!("cannot start {}: {e}", self.binary.display()));
-        let output = Output::default();
-        output.collect(child.stdout.take().expect("invariant: piped"));
-        output.collect(child.stderr.take().expect("invariant: piped"));
-        let model_name = self.model.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-        Server { child, http: HttpClient::local(self.port), port: self.port, mark, model_name, output }
-    }
-
-    /// Starts the server and waits until `/health` is 200. Panics with the server's output when it
-    /// ends or does not answer in [`START_LIMIT`].
-    pub fn start(&self) -> Server {
-        let mut server = self.spawn();
-        server.wait_ready();
-        server
-    }
-
-    /// Runs a server that is expected to refuse to start. Panics when it still runs after `limit`.
-    pub fn run_to_exit(&self, limit: Duration) -> Exit {
-        self.spawn().wait_exit(limit)
-    }
-}
-
-/// How a server ended.
-#[derive(Clone, Debug)]
-pub struct Exit {
-    /// The exit code; `None` when a signal ended it.
-    pub code: Option<i32>,
-    /// The signal that ended it.
-    pub signal: Option<i32>,
-    /// Everything it printed.
-    pub output: String,
-}
-
-/// What a server printed, stdout and stderr together, filled by two threads.
-#[derive(Clone, Default)]
-struct Output {
-    text: Arc<Mutex<String>>,
-    open_pipes: Arc<AtomicUsize>,
-}
-
-impl Output {
-    fn collect(&self, pipe: impl Read + Send + 'static) {
-        let this = self.clone();
-        this.open_pipes.fetch_add(1, Ordering::SeqCst);
-        std::thread::spawn(move || {
-            let mut lines = BufReader::new(pipe);
-            let mut line = Vec::new();
-            while lines.read_until(b'\n', &mut line).is_ok_and(|n| n > 0) {
-                this.text
-                    .lock()
-                    .expect("invariant: no panic while held")
-                    .push_str(&String::from_utf8_lossy(&line));
-                line.clear();
-            }
-            this.open_pipes.fetch_sub(1, Ordering::SeqCst);
-        });
-    }
-
-    fn snapshot(&self) -> String {
-        self.text.lock().expect("invariant: no panic while held").clone()
-    }
-}
 
 /// A running server.
 pub struct Server {
@@ -186,83 +40,6 @@ pub struct Server {
     pub model_name: String,
     mark: String,
     output: Output,
-}
-
-/// One non-streamed answer.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Answer {
-    /// Text of choice 0.
-    pub text: String,
-    /// finish_reason of choice 0.
-    pub finish: String,
-    /// usage.prompt_tokens.
-    pub prompt_tokens: u64,
-    /// usage.completion_tokens.
-    pub completion_tokens: u64,
-}
-
-/// A streamed answer, read to its end.
-#[derive(Clone, Debug, Default)]
-pub struct Streamed {
-    /// All chunks, in order.
-    pub chunks: Vec<Value>,
-    /// Texts of choice 0, joined.
-    pub text: String,
-    /// Every finish_reason that was not null.
-    pub finishes: Vec<String>,
-    /// `data: [DONE]` came last.
-    pub done: bool,
-    /// The error object of an error event.
-    pub error: Option<Value>,
-    /// usage, from any chunk.
-    pub usage: Option<Value>,
-    /// The connection broke before the body's end.
-    pub broken: Option<String>,
-}
-
-impl Streamed {
-    /// Takes in one event's data.
-    pub fn push(&mut self, data: &str) {
-        if data == "[DONE]" {
-            self.done = true;
-            return;
-        }
-        assert!(!self.done, "an event after [DONE]: {data}");
-        let chunk: Value =
-            serde_json::from_str(data).unwrap_or_else(|e| panic!("event is not JSON ({e}): {data}"));
-        if let Some(error) = chunk.get("error").filter(|e| !e.is_null()) {
-            self.error = Some(error.clone());
-        }
-        let choice = &chunk["choices"][0];
-        let text = choice["text"].as_str().or_else(|| choice["delta"]["content"].as_str());
-        self.text += text.unwrap_or("");
-        self.finishes.extend(choice["finish_reason"].as_str().map(str::to_owned));
-        if let Some(usage) = chunk.get("usage").filter(|u| !u.is_null()) {
-            self.usage = Some(usage.clone());
-        }
-        self.chunks.push(chunk);
-    }
-
-    /// Reads `stream` to its end, however it ends.
-    pub fn read(stream: &mut EventStream) -> Self {
-        let mut streamed = Self::default();
-        streamed.read_rest(stream);
-        streamed
-    }
-
-    /// Reads what is left of `stream`, however it ends.
-    pub fn read_rest(&mut self, stream: &mut EventStream) {
-        loop {
-            match stream.next_event() {
-                Ok(Some(data)) => self.push(&data),
-                Ok(None) => return,
-                Err(e) => {
-                    self.broken = Some(e.to_string());
-                    return;
-                }
-            }
-        }
-    }
 }
 
 /// State of an idle server, to compare with after a case.
@@ -338,9 +115,7 @@ impl Server {
 
     /// The output up to the end of both pipes, which ends with the last process that holds them.
     fn all_output(&self) -> String {
-        let _ = poll(Duration::from_secs(5), || {
-            (self.output.open_pipes.load(Ordering::SeqCst) == 0).then_some(())
-        });
+        let _ = poll(Duration::from_secs(5), || self.output.is_closed().then_some(()));
         self.output()
     }
 
@@ -525,25 +300,5 @@ mod tests {
         assert_eq!(find_number(&info, "pages_free"), Some(7));
         assert_eq!(find_number(&info, "running"), Some(1));
         assert_eq!(find_number(&info, "waiting"), None);
-    }
-
-    #[test]
-    fn streams_are_joined() {
-        let mut streamed = Streamed::default();
-        streamed.push(r#"{"choices":[{"index":0,"delta":{"role":"assistant"},"finish_reason":null}]}"#);
-        streamed.push(r#"{"choices":[{"index":0,"delta":{"content":" a"},"finish_reason":null}]}"#);
-        streamed.push(r#"{"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}"#);
-        streamed.push(r#"{"choices":[],"usage":{"prompt_tokens":1}}"#);
-        streamed.push("[DONE]");
-        assert_eq!((streamed.text.as_str(), streamed.done, streamed.chunks.len()), (" a", true, 4));
-        assert_eq!(streamed.finishes, ["stop"]);
-        assert!(streamed.usage.is_some() && streamed.error.is_none());
-    }
-
-    #[test]
-    fn ports_differ_and_can_be_bound() {
-        let (a, b) = (free_port(), free_port());
-        assert_ne!(a, b);
-        TcpListener::bind(("127.0.0.1", a)).unwrap();
     }
 }
