@@ -4,7 +4,7 @@ use crate::chat::{ChatTemplate, TemplateSources, system_clock};
 use crate::error::TokenizerError;
 use crate::gguf::GgufVocab;
 use crate::hf;
-use crate::pieces::{Joining, Pieces};
+use crate::pieces::Pieces;
 use crate::stream::RequestDecoder;
 use lockstep_core::{Refusal, TokenId};
 use lockstep_wire::{ChatMessages, Prompt, TextParams};
@@ -176,36 +176,29 @@ impl TextModel {
 
     /// Encodes, but gives up early on a text that cannot fit: a 30 MB body must not cost seconds.
     ///
-    /// First, no text longer than the longest token times the context can fit. Then ever longer heads of
-    /// the text are encoded, starting where an ordinary prompt ends; cutting can change only the tokens
-    /// next to the cut, so a head that has clearly more tokens than the context decides.
+    /// Of a long text first only a head is encoded, as long as ordinary prompts that fill the context
+    /// are. Cutting can change only the tokens next to the cut, so a head with clearly more tokens than
+    /// the context decides. A text that passes although it is several times longer is nearly all
+    /// white space; it is encoded up to [`BYTES_PER_TOKEN_MAX`] and refused above.
     fn encode_bounded(&self, text: &str, add_special: bool, param: &str) -> Result<Vec<TokenId>, Refusal> {
         let limit = self.context_max.saturating_sub(1);
-        let slack = CUT_TOKENS_MAX.max(limit / 64);
-        let head_min = limit.saturating_mul(HEAD_BYTES_PER_TOKEN).max(HEAD_BYTES_MIN);
-        let mut head_bytes = head_min;
-        while head_bytes < text.len() {
-            if self.never_fits(text) {
-                return Err(too_long(limit + 1, false, self.context_max, param));
-            }
-            let ids = self.encode(&text[..floor_char_boundary(text, head_bytes)], add_special)?;
+        let head_bytes = limit.saturating_mul(HEAD_BYTES_PER_TOKEN).max(HEAD_BYTES_MIN);
+        if head_bytes < text.len() {
+            let slack = CUT_TOKENS_MAX.max(limit / 64);
+            let ids = self.encode(&text[..text.floor_char_boundary(head_bytes)], add_special)?;
             if ids.len() > limit.saturating_add(slack) {
                 return Err(too_long(ids.len() - slack, false, self.context_max, param));
             }
-            head_bytes = head_bytes.saturating_mul(HEAD_GROWTH);
+            let bytes_max = limit.saturating_mul(BYTES_PER_TOKEN_MAX).max(HEAD_BYTES_MIN);
+            if text.len() > bytes_max {
+                return Err(too_many_bytes(text.len(), bytes_max, self.context_max, param));
+            }
         }
         let ids = self.encode(text, add_special)?;
         self.check_length(ids.len(), param)?;
         // A vocabulary larger than the model's embedding must not reach the embedding.
         self.check_ids(&ids)?;
         Ok(ids)
-    }
-
-    /// Whether the text is longer than the longest token allows. Only for tokenizers that keep every
-    /// character (others drop spaces, or turn a long word into one unknown token).
-    fn never_fits(&self, text: &str) -> bool {
-        matches!(self.pieces.joining, Joining::Bytes | Joining::Fallback { .. })
-            && text.len() / self.pieces.text_bytes_per_token_max() > self.context_max
     }
 
     fn check_length(&self, len: usize, param: &str) -> Result<(), Refusal> {
@@ -251,8 +244,10 @@ impl TextModel {
 const CUT_TOKENS_MAX: usize = 64;
 /// Longest prompt that is encoded in one go, in bytes per token of context (ordinary text: about 4).
 const HEAD_BYTES_PER_TOKEN: usize = 8;
+/// Most bytes of prompt per token of context (tables and indented code: up to about 20).
+const BYTES_PER_TOKEN_MAX: usize = 32;
+/// Prompts of this many bytes are always encoded.
 const HEAD_BYTES_MIN: usize = 1 << 16;
-const HEAD_GROWTH: usize = 4;
 
 fn too_long(prompt_len: usize, is_exact: bool, context_max: usize, param: &str) -> Refusal {
     let mut refusal = Refusal::context_length(prompt_len, context_max);
@@ -263,11 +258,12 @@ fn too_long(prompt_len: usize, is_exact: bool, context_max: usize, param: &str) 
     refusal
 }
 
-fn floor_char_boundary(text: &str, mut at: usize) -> usize {
-    while !text.is_char_boundary(at) {
-        at -= 1;
-    }
-    at
+fn too_many_bytes(got: usize, bytes_max: usize, context_max: usize, param: &str) -> Refusal {
+    let message = format!(
+        "the prompt has {got} bytes, but this server's context is {context_max} tokens, for which at most \
+         {bytes_max} bytes of prompt are accepted; send less, in particular fewer spaces"
+    );
+    Refusal::invalid_param(param, message).with_code("context_length_exceeded")
 }
 
 /// The GGUF file that `path` means, if it means one.

@@ -49,7 +49,6 @@ pub(crate) struct Pieces {
     /// `ends[id]` is the end of the piece in `bytes`; its start is the end of the one before.
     ends: Vec<u32>,
     flags: Vec<u8>,
-    piece_bytes_max: usize,
 }
 
 const EXISTS: u8 = 1;
@@ -84,8 +83,7 @@ impl Pieces {
             tokens.resize(tokens.len().max(id + 1), None);
             tokens[id] = Some(token);
         }
-        let mut pieces =
-            Self { joining, bytes: Vec::new(), ends: Vec::new(), flags: Vec::new(), piece_bytes_max: 0 };
+        let mut pieces = Self { joining, bytes: Vec::new(), ends: Vec::new(), flags: Vec::new() };
         for token in tokens {
             let (mut flags, mut piece) = (0, Vec::new());
             if let Some(token) = token {
@@ -94,7 +92,6 @@ impl Pieces {
                 flags |= if is_raw_byte { RAW_BYTE } else { 0 };
                 piece = bytes;
             }
-            pieces.piece_bytes_max = pieces.piece_bytes_max.max(piece.len());
             pieces.bytes.extend_from_slice(&piece);
             pieces
                 .ends
@@ -124,14 +121,6 @@ impl Pieces {
         })
     }
 
-    /// No token stands for more bytes of text when *encoding*.
-    ///
-    /// A normaliser may shrink text (canonical composition makes 1 code point of at most 3, and bytes to
-    /// a third), hence the factor; callers use this only as a safe upper bound.
-    pub(crate) fn text_bytes_per_token_max(&self) -> usize {
-        self.piece_bytes_max.max(1) * NORMALISER_SHRINK_MAX
-    }
-
     fn piece_of(
         &self,
         token: String,
@@ -158,7 +147,6 @@ impl Pieces {
 
 /// Highest token id that a real vocabulary can have.
 const VOCAB_MAX: usize = 1 << 24;
-const NORMALISER_SHRINK_MAX: usize = 4;
 
 /// The byte that a byte-level character stands for (GPT-2's printable byte alphabet).
 fn byte_of_char(c: char) -> Option<u8> {

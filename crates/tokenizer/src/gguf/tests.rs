@@ -247,3 +247,27 @@ fn sentencepiece_vocabularies_merge_by_score() {
         assert_eq!(tokenizer.decode(got.get_ids(), true).unwrap(), text);
     }
 }
+
+#[derive(Deserialize)]
+struct Rendered {
+    messages: serde_json::Value,
+    tools: Option<serde_json::Value>,
+    add_generation_prompt: bool,
+    rendered: String,
+}
+
+/// The texts were rendered by Python's jinja2 with transformers' settings.
+#[test]
+fn qwen2_5_renders_tools_as_python_does() {
+    let Some(model) = real_model("qwen2.5-coder-0.5b.gguf") else { return };
+    let cases: Vec<Rendered> = serde_json::from_str(include_str!("../chat/golden_qwen2.5.json")).unwrap();
+    for case in cases {
+        let chat = lockstep_wire::ChatMessages {
+            messages_json: case.messages.to_string(),
+            tools_json: case.tools.map(|tools| tools.to_string()),
+            template_kwargs_json: None,
+            add_generation_prompt: case.add_generation_prompt,
+        };
+        assert_eq!(model.render_chat(&chat).unwrap(), case.rendered);
+    }
+}

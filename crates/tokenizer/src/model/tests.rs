@@ -55,6 +55,8 @@ fn prompts_are_refused_at_the_context_and_early() {
     assert!(exact.contains("the prompt has 1000 tokens"), "{exact}");
     let early = model.encode_prompt(&Prompt::Text("a".repeat(1_000_000))).unwrap_err().message;
     assert!(early.contains("has at least "), "{early}");
+    let special = "<|eot|>".repeat(40);
+    assert_eq!(model.encode_prompt(&Prompt::Text(special)).unwrap().len(), 40);
     let tokens = model.encode_prompt(&Prompt::Tokens(vec![97; 64])).unwrap_err();
     assert_eq!(tokens.code.as_deref(), Some("context_length_exceeded"));
 }
@@ -68,6 +70,28 @@ fn an_early_refusal_never_hits_a_prompt_that_fits() {
     let model = load(&byte_folder(false, json!({})), Some(19_000));
     let refusal = model.encode_prompt(&Prompt::Text(" alpha".repeat(19_000))).unwrap_err();
     assert!(refusal.message.contains("the prompt has 19000 tokens"), "{}", refusal.message);
+}
+
+/// A tokenizer that drops white space, so that any number of bytes can be few tokens.
+#[test]
+fn padding_is_accepted_up_to_a_limit_in_bytes() {
+    let folder = TempFolder::new();
+    let file = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": {"w0": 0, "w1": 1}, "unk_token": "w0"}
+    });
+    folder.write("tokenizer.json", file.to_string());
+    let model = load(&folder, Some(10_000));
+    let prompt = |spaces: usize| Prompt::Text(format!("w1{}w0", " ".repeat(spaces)));
+    assert_eq!(model.encode_prompt(&prompt(300_000)).unwrap(), [1, 0]);
+    let refusal = model.encode_prompt(&prompt(400_000)).unwrap_err();
+    assert_eq!(refusal.code.as_deref(), Some("context_length_exceeded"));
+    assert!(
+        refusal.message.contains("400004 bytes") && refusal.message.contains("319968"),
+        "{}",
+        refusal.message
+    );
 }
 
 #[test]

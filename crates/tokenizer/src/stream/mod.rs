@@ -5,10 +5,9 @@
 //! character, keeps leading spaces, and leaves out special tokens by id, never by text. Cost is linear
 //! in the tokens, also for tokens that decode to nothing.
 //!
-//! Two documented differences, both for byte-fallback vocabularies only: when `<0xXX>` tokens form
-//! valid characters *followed* by an invalid byte, the library turns the whole run into U+FFFD, while
-//! the characters that were already sent stay; and a model that ends inside a character shows U+FFFD
-//! per byte, as the library does.
+//! One documented difference, for byte-fallback vocabularies only: when `<0xXX>` tokens form valid
+//! characters *followed* by an invalid byte, the library turns the whole run into U+FFFD, while here
+//! the characters that were already sent stay. A text that ends inside a character shows U+FFFD.
 //!
 //! Called by the detokenizer worker. Bytes flow through [`utf8`] (whole characters), the decoder's own
 //! rule, [`cleanup`] (only if the model asks for it) and [`stop`].

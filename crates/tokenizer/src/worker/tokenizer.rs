@@ -3,9 +3,13 @@
 use super::{Inbox, Outbox, TokenizerLinks};
 use crate::error::TokenizerError;
 use crate::model::TextModel;
-use lockstep_core::RequestId;
+use lockstep_core::{Refusal, RequestId};
 use lockstep_wire::{GenerateRequest, SubmitRequest, ToApi, ToScheduler, ToTokenizer};
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Messages taken in before each prompt, so that a flood of them cannot hold up the prompts.
+const TAKE_IN_MAX: usize = 4096;
 
 /// Requests waiting to be tokenized, and the rule of their order.
 ///
@@ -39,7 +43,8 @@ impl<'m> TokenizerWorker<'m> {
             let message = links.inbox.recv()?;
             self.take_in(message, links)?;
         }
-        while let Some(message) = links.inbox.try_recv()? {
+        for _ in 0..TAKE_IN_MAX {
+            let Some(message) = links.inbox.try_recv()? else { break };
             self.take_in(message, links)?;
         }
         if let Some(request) = self.waiting.pop_front() {
@@ -79,7 +84,15 @@ impl<'m> TokenizerWorker<'m> {
     /// The submission to rank 0, or the refusal to the api.
     fn tokenize(&self, request: GenerateRequest) -> Result<SubmitRequest, ToApi> {
         let GenerateRequest { id, prompt, sampling, text } = request;
-        match self.model.encode_prompt(&prompt) {
+        // A text that makes a library panic must cost its own request only, not the server.
+        let encoded =
+            catch_unwind(AssertUnwindSafe(|| self.model.encode_prompt(&prompt))).unwrap_or_else(|_| {
+                tracing::error!("the tokenizer panicked on the prompt of request {id}");
+                Err(Refusal::internal(
+                    "the tokenizer failed on this prompt; this is a bug of the server, please report it",
+                ))
+            });
+        match encoded {
             Ok(prompt) => Ok(SubmitRequest { id, prompt, sampling, text, cache_salt: None, priority: 0 }),
             Err(refusal) => Err(ToApi::Refused { id, refusal }),
         }
