@@ -1,6 +1,7 @@
 //! What the launcher tells the api when it starts; never changed afterwards.
 
 use lockstep_core::limits::HTTP_BODY_BYTES_MAX;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Requests open at once when the launcher sets nothing else; above it the answer is 503.
 pub const REQUESTS_OPEN_MAX: usize = 4096;
@@ -24,7 +25,7 @@ pub struct ApiConfig {
     pub strict_api: bool,
     /// Largest request body in bytes; above it the answer is 413.
     pub body_bytes_max: usize,
-    /// Start of the server in Unix seconds, the `created` of `/v1/models`.
+    /// Start of the server in Unix seconds, the `created` of `/v1/models`; by default now.
     pub created: u64,
     /// The answer of `/version`.
     pub version: String,
@@ -44,11 +45,17 @@ impl ApiConfig {
             chat_error: None,
             strict_api: false,
             body_bytes_max: HTTP_BODY_BYTES_MAX,
-            created: 0,
+            created: unix_seconds(),
             version: env!("CARGO_PKG_VERSION").into(),
             processes: Vec::new(),
         }
     }
+}
+
+/// The wall clock, for `created` fields.
+pub(crate) fn unix_seconds() -> u64 {
+    // A clock before 1970 is no reason to fail a request.
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 /// Sampling values of the model's `generation_config.json`. `None` leaves OpenAI's default:

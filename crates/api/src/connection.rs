@@ -8,6 +8,9 @@
 //! probes: a client that is gone answers with a reset, and the next write fails.
 //!
 //! A reset (RST) passes through and ends the connection at once.
+//!
+//! Known limit: hyper stops reading while bytes beyond the current request wait in its buffer. So
+//! a client that pipelines and then leaves is noticed only when the server writes to it.
 
 use axum::extract::connect_info::Connected;
 use axum::serve::{IncomingStream, Listener};

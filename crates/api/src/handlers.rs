@@ -3,6 +3,7 @@
 use crate::ApiConfig;
 use crate::answer::{self, Head, Pending};
 use crate::body::read_object;
+use crate::config::unix_seconds;
 use crate::connection::Connection;
 use crate::engine::EngineClient;
 use crate::request::{self, Endpoint, policy::FieldPolicy};
@@ -14,7 +15,6 @@ use axum::http::{Method, Request, Uri};
 use lockstep_core::Refusal;
 use serde_json::{Value, json};
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// What all handlers share.
 #[derive(Debug)]
@@ -74,11 +74,6 @@ async fn submit(
     tracing::debug!(answer = id, request = %generation.id(), stream = call.stream, "request submitted");
     let head = Head::new(endpoint, id, unix_seconds(), &app.config.served_model_name, call.include_usage);
     Ok((Pending { generation, hold, head }, call.stream))
-}
-
-fn unix_seconds() -> u64 {
-    // A clock before 1970 is no reason to fail a request.
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 /// `GET /v1/models`

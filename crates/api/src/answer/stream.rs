@@ -30,6 +30,8 @@ struct EventStream {
 
 pub(super) async fn answer(mut pending: Pending) -> Answer {
     let connection = pending.hold.connection().clone();
+    let count = pending.generation.choices();
+    let choices = Choices::new(count);
     let first = tokio::select! {
         biased;
         event = pending.generation.next() => Some(event),
@@ -38,14 +40,8 @@ pub(super) async fn answer(mut pending: Pending) -> Answer {
     if let Some((_, Event::Refused(refusal))) = first {
         return refused(&pending.head, refusal);
     }
-    let count = pending.generation.choices();
-    let stream = EventStream {
-        pending,
-        choices: Choices::new(count),
-        opened: vec![false; count],
-        first,
-        quiet_since: Instant::now(),
-    };
+    let stream =
+        EventStream { pending, choices, opened: vec![false; count], first, quiet_since: Instant::now() };
     let mut answer = Response::new(Body::from_stream(futures::stream::unfold(Some(stream), next_frames)));
     let headers = answer.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));

@@ -96,7 +96,7 @@ impl Registry {
             ids.iter().filter_map(|id| Some((*id, table.requests.remove(id)?))).collect()
         };
         if let Some((first, _)) = left.first() {
-            tracing::info!(request = %first, requests = left.len(), "client left, aborting");
+            tracing::info!(request = %first, requests = left.len(), "answer no longer wanted (the client left), aborting");
         }
         for (id, entry) in left {
             entry.abort(id);
