@@ -12,7 +12,7 @@ both_tp_sizes = pytest.mark.parametrize("tp", [1, 2])
 
 
 def complete(server, prompt, **extra):
-    return server.client.completions.create(model=server.model, prompt=prompt, temperature=0, **extra)
+    return server.client.completions.create(**{"model": server.model, "prompt": prompt, "temperature": 0, **extra})
 
 
 def chat(server, content, **extra):
