@@ -34,7 +34,7 @@ pub struct ServeCommand {
     binary: PathBuf,
     model: PathBuf,
     port: u16,
-    flags: Vec<String>,
+    flags: Vec<(String, String)>,
     environment: Vec<(String, PathBuf)>,
     working_dir: Option<PathBuf>,
 }
@@ -47,7 +47,7 @@ impl ServeCommand {
             model: model.into(),
             port: free_port(),
             // Tiny models need no more, and tests share few cores.
-            flags: vec!["--threads".into(), "1".into()],
+            flags: vec![("--threads".into(), "1".into())],
             environment: Vec::new(),
             working_dir: None,
         }
@@ -58,9 +58,10 @@ impl ServeCommand {
         self.flag("--tp", size)
     }
 
-    /// Adds a flag with its value.
+    /// Adds a flag with its value, in place of an earlier value of the same flag.
     pub fn flag(mut self, name: &str, value: impl ToString) -> Self {
-        self.flags.extend([name.to_owned(), value.to_string()]);
+        self.flags.retain(|(earlier, _)| earlier != name);
+        self.flags.push((name.to_owned(), value.to_string()));
         self
     }
 
@@ -90,7 +91,10 @@ impl ServeCommand {
         let mark = format!("testkit-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let mut command = Command::new(&self.binary);
         command.args(["serve", "--model"]).arg(&self.model).arg("--port").arg(self.port.to_string());
-        command.args(&self.flags).env(MARK_VARIABLE, &mark).process_group(0);
+        command
+            .args(self.flags.iter().flat_map(|(name, value)| [name, value]))
+            .env(MARK_VARIABLE, &mark)
+            .process_group(0);
         command.envs(self.environment.iter().map(|(k, v)| (k, v)));
         if let Some(dir) = &self.working_dir {
             command.current_dir(dir);
