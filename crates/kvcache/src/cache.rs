@@ -1,7 +1,7 @@
 //! Pool and prefix tree behind one door: what the scheduler uses.
 //!
-//! Life of a table: [`KvCache::attach`] (take a cached prefix) → [`KvCache::grow`] (private pages) → steps compute
-//! KV → [`KvCache::publish`] (full pages become shareable) → [`KvCache::release`].
+//! Life of a table: [`KvCache::attach`] (take a cached prefix) → [`KvCache::grow`] (private pages) → steps
+//! compute KV → [`KvCache::publish`] (full pages become shareable) → [`KvCache::release`].
 
 use crate::pool::{PagePool, PageState};
 use crate::radix::{Namespace, Probe, RadixCache};
@@ -167,8 +167,8 @@ impl KvCache {
         self.pool.take_freed(out);
     }
 
-    /// Verifies the invariants of the crate against all tables in existence and the pages that were handed out as
-    /// duplicates and not freed yet. O(pool + tree + tables); the error names what is wrong.
+    /// Verifies the invariants of the crate against all tables in existence and the pages that were handed
+    /// out as duplicates and not freed yet. O(pool + tree + tables); the error names what is wrong.
     pub fn check<'a>(
         &self,
         tables: impl Iterator<Item = &'a PageTable> + Clone,

@@ -1,8 +1,8 @@
 //! The waiting requests, and the bound on how often one may be overtaken.
 //!
-//! **Invariant:** once [`OVERTAKEN_MAX`] requests that arrived later were admitted before a waiting one, nothing
-//! is admitted until it is (or it leaves). So neither a flood of small requests, nor of cached ones, nor of
-//! higher priorities starves anybody.
+//! **Invariant:** once [`OVERTAKEN_MAX`] requests that arrived later were admitted before a waiting one,
+//! nothing is admitted until it is (or it leaves). So neither a flood of small requests, nor of cached ones,
+//! nor of higher priorities starves anybody.
 
 use crate::entry::{Precedence, Slot};
 use std::cmp::Reverse;

@@ -6,7 +6,7 @@ mod common;
 use common::{EOS, Harness, endless, prompt};
 use lockstep_core::{FinishReason, RequestId, SamplingParams, TokenId};
 use lockstep_scheduler::{
-    CachePolicy, OVERTAKEN_MAX, QueueOrder, Request, RowInput, Scheduler, SchedulerConfig, StepOrder,
+    CachePolicy, Event, OVERTAKEN_MAX, QueueOrder, Request, RowInput, Scheduler, SchedulerConfig, StepOrder,
 };
 
 fn config(page_size: usize, num_pages: usize) -> SchedulerConfig {
@@ -414,6 +414,23 @@ fn end_tokens_of_model_and_request_and_min_tokens() {
             .collect();
         assert!(ends.contains(&EOS) && ends.contains(&3));
     });
+}
+
+#[test]
+fn no_end_token_counts_before_min_tokens_even_if_it_is_sampled() {
+    let mut scheduler = Scheduler::new(SchedulerConfig { eos_tokens: vec![EOS], ..config(4, 20) });
+    let sampling = SamplingParams { min_tokens: 2, stop_token_ids: vec![3], ..SamplingParams::default() };
+    scheduler.submit(Request::new(RequestId(1), vec![1], sampling), 0).unwrap();
+    for (token, finish) in [(EOS, None), (3, None), (EOS, Some(FinishReason::Stop))] {
+        let plan = scheduler.plan().unwrap();
+        scheduler.complete(plan.step, &[token]);
+        let mut events = Vec::new();
+        scheduler.take_events(&mut events);
+        let [Event::Token { finish: got, is_eos, .. }] = events[..] else {
+            panic!("one token, got {events:?}")
+        };
+        assert_eq!((got, is_eos), (finish, finish.is_some()));
+    }
 }
 
 #[test]

@@ -51,7 +51,7 @@ fn microseconds_per_decode_step() {
     for (batch, context) in [(1, 512), (32, 512), (256, 512), (256, 4096), (1024, 512)] {
         let [plan, complete, worst] = decode(batch, context, steps).map(|ns| ns as f64 / 1000.0);
         println!(
-            "batch {batch:4}, context {context:4}: plan {plan:.1} µs, complete {complete:.1} µs, worst {worst:.1} µs"
+            "batch {batch:4}, context {context:4}; µs: plan {plan:.1}, complete {complete:.1}, worst {worst:.1}"
         );
     }
 }

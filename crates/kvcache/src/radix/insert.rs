@@ -7,8 +7,9 @@ use std::collections::BTreeMap;
 impl RadixCache {
     /// Puts `pages`, which hold the KV of `tokens`, into the tree and holds all of them.
     ///
-    /// `lock` is the caller's hold from an earlier call; the pages it covers must be the first ones given. Where
-    /// the tree has a page for the same tokens already, it wins: `pages[i]` is replaced and the caller's page goes to
+    /// `lock` is the caller's hold from an earlier call; the pages it covers must be the first ones given.
+    /// Where the tree has a page for the same tokens already, it wins: `pages[i]` is replaced and the
+    /// caller's page goes to
     /// `duplicates`. Afterwards `pages` is exactly the locked path. O(tokens beyond the lock).
     ///
     /// Panics unless `tokens.len() == pages.len() * page_size` and there is at least one page.

@@ -1,7 +1,8 @@
 //! Token-exact prefix tree over full pages.
 //!
 //! An edge carries `k` pages and their `k * page_size` tokens; children of a node are keyed by the tokens of
-//! their first page, so the tree branches at page boundaries only. Each namespace (cache salt) has its own root.
+//! their first page, so the tree branches at page boundaries only. Each namespace (cache salt) has its own
+//! root.
 //!
 //! **Invariants:** a node's lock count is at least the sum of its children's, so nodes on the path of
 //! a locked node are locked; exactly the unlocked leaves are evictable, ordered by (stamp, node). Stamps come
@@ -10,7 +11,8 @@
 //!
 //! Follows TGI `backends/v3/src/radix.rs` (counter as time) and mini-SGLang `kvcache/radix_cache.py`
 //! (lock path, split); differs: the evictable leaves are an ordered set instead of being
-//! searched, a node is evicted from its tail page by page, and a lock moves down with its request's insertions.
+//! searched, a node is evicted from its tail page by page, and a lock moves down with its request's
+//! insertions.
 //!
 //! Reading order: this file (nodes, probe, acquire, release), `insert`, `evict`, `check`.
 

@@ -156,10 +156,10 @@ impl Scheduler {
 
     /// Whether a waiting request should let a running one compute their common prefix.
     ///
-    /// Requests are judged only while the step has room, so every running prefill has been planned to its end:
-    /// waiting costs the step missed, [`STEP_COST`]; computing costs what the cache lacks of the prefix. Only
-    /// running requests own prefixes and those never wait, so waits cannot form a circle; an owner that is
-    /// aborted is no owner any more, and the next step decides anew.
+    /// Requests are judged only while the step has room, so every running prefill has been planned to its
+    /// end: waiting costs the step missed, [`STEP_COST`]; computing costs what the cache lacks of the prefix.
+    /// Only running requests own prefixes and those never wait, so waits cannot form a circle; an owner that
+    /// is aborted is no owner any more, and the next step decides anew.
     fn awaits_prefix(&mut self, slot: Slot) -> bool {
         let key = Some((self.prefill_epoch, self.kv.epoch()));
         let entry = &self.entries[slot];

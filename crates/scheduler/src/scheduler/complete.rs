@@ -8,10 +8,11 @@ use lockstep_core::{FinishReason, StepId, TokenId};
 impl Scheduler {
     /// Takes the tokens of the oldest launched step: one per row that samples, in row order.
     ///
-    /// A row of a request that has ended meanwhile (aborted, or, with overlap, ended one step earlier) is thrown
-    /// away: its token is not reported and its pages are released now.
+    /// A row of a request that has ended meanwhile (aborted, or, with overlap, ended one step earlier) is
+    /// thrown away: its token is not reported and its pages are released now.
     ///
-    /// Panics when `step` is not the oldest launched step or the number of tokens is wrong: a bug of the caller.
+    /// Panics when `step` is not the oldest launched step or the number of tokens is wrong: a bug of the
+    /// caller.
     pub fn complete(&mut self, step: StepId, tokens: &[TokenId]) {
         let mut launched = self.launched.pop_front().expect("complete() without a launched step");
         assert_eq!(launched.step, step, "steps complete in the order in which they were planned");

@@ -1,8 +1,8 @@
 //! The state machine: its state, and the messages it takes.
 //!
-//! **Invariants** (verified by [`Scheduler::check`]): a request is in the queue (waiting), in `running`, or draining,
-//! and in one of them only; `running` is sorted by precedence; only running and draining requests have
-//! pages; a page that a launched step uses is not freed before that step has completed.
+//! **Invariants** (verified by [`Scheduler::check`]): a request is in the queue (waiting), in `running`, or
+//! draining, and in one of them only; `running` is sorted by precedence; only running and draining requests
+//! have pages; a page that a launched step uses is not freed before that step has completed.
 
 mod admit;
 mod check;
@@ -171,7 +171,7 @@ impl Scheduler {
             .with_code("context_length_exceeded"));
         }
         if self.entries.slot_of(request.id).is_some() {
-            let message = format!("request {} is already being served; ids must be unique", request.id);
+            let message = format!("request {} is already known; ids must be unique", request.id);
             return Err(Refusal::internal(message));
         }
         let (waiting, waiting_max) = (self.queue.len(), self.config.waiting_max);
@@ -183,9 +183,9 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Ends a request in whatever state it is, with one [`Event::Finished`]. Idempotent; unknown ids and requests
-    /// that have ended already are ignored. Its pages are released at once or, when a launched step uses them,
-    /// when that step completes.
+    /// Ends a request in whatever state it is, with one [`Event::Finished`]. Idempotent; unknown ids and
+    /// requests that have ended already are ignored. Its pages are released at once or, when a launched step
+    /// uses them, when that step completes.
     pub fn abort(&mut self, id: RequestId) {
         self.hash_input(2, id);
         if let Some(slot) = self.entries.slot_of(id) {

@@ -1,8 +1,8 @@
 //! Pages for the next tokens of running requests, at the expense of the newest if need be.
 //!
 //! A retracted request goes to the front of the queue with its generated tokens as part of what it
-//! has to compute; what it computed stays cached while pages last. Its random numbers are keyed by output index, so
-//! it goes on as if nothing had happened.
+//! has to compute; what it computed stays cached while pages last. Its random numbers are keyed by output
+//! index, so it goes on as if nothing had happened.
 //!
 //! **Progress:** requests keep their pages by precedence, and each fits the pool alone (`submit` refuses the
 //! others), so the first running request is never retracted and every step brings it forward.

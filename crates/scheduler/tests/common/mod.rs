@@ -1,8 +1,8 @@
 //! Drives a scheduler against a fake model whose KV memory remembers what was written.
 //!
-//! The fake model's next token is a hash of the whole history, and each KV slot holds the hash of the history up
-//! to it. So a lost, repeated or changed token, a wrong page, a freed page that is still mapped or a wrong output
-//! index shows as a wrong value at once. A step runs only when it completes, with freed pages poisoned
+//! The fake model's next token is a hash of the whole history, and each KV slot holds the hash of the history
+//! up to it. So a lost, repeated or changed token, a wrong page, a freed page that is still mapped or a wrong
+//! output index shows as a wrong value at once. A step runs only when it completes, with freed pages poisoned
 //! as soon as they are free: the latest legal moment.
 #![allow(dead_code, clippy::unwrap_used)] // each test binary uses a part of it; tests may unwrap
 
