@@ -1,5 +1,8 @@
 //! What clients read: JSON documents and event streams, byte for byte. Cases C5, C6, C8.
 
+// Helpers outside #[test] functions may unwrap too: a panic is how a test fails.
+#![allow(clippy::unwrap_used)]
+
 mod common;
 
 use common::{Server, check_error, delta, post};

@@ -1,5 +1,8 @@
 //! HTTP itself: paths, methods, headers, bodies, errors, probes and browsers. Cases C13, C14, C8.
 
+// Helpers outside #[test] functions may unwrap too: a panic is how a test fails.
+#![allow(clippy::unwrap_used)]
+
 mod common;
 
 use common::{Server, config, get, post};

@@ -1,6 +1,9 @@
 //! Beginnings and ends: clients that leave (B8), drain, a lost engine, a full server, the
 //! dispatcher.
 
+// Helpers outside #[test] functions may unwrap too: a panic is how a test fails.
+#![allow(clippy::unwrap_used)]
+
 mod common;
 
 use common::{Client, Server, check_error, config, get, post, within};

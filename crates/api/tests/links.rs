@@ -1,5 +1,8 @@
 //! The api over real ZeroMQ links, with a thread as tokenizer, rank 0 and detokenizer in one.
 
+// Helpers outside #[test] functions may unwrap too: a panic is how a test fails.
+#![allow(clippy::unwrap_used)]
+
 mod common;
 
 use common::{Client, config, get, post, within};
