@@ -60,7 +60,7 @@ impl BroadcastSender {
     /// Gives `message` to every rank, numbered and stamped. Waits while a rank's queue is full.
     ///
     /// Errors when a rank stays full too long, when one has left, or when the subscriptions were
-    /// never waited for; the broadcast cannot be used afterwards.
+    /// never waited for. No rank has the message then, and its number is free again.
     pub fn send(&mut self, stamp_ms: u64, message: &ToScheduler) -> Result<()> {
         let expected = self.expected.ok_or_else(|| self.missing(0, "send without wait_for_subscribers"))?;
         self.count_subscriptions()?;
