@@ -14,6 +14,9 @@ pub type Events = UnboundedReceiver<Event>;
 /// SIGKILL cannot end, because it is inside the kernel).
 pub(crate) const UNKILLABLE_AFTER: Duration = Duration::from_secs(5);
 
+/// How long the last lines may take to reach a stuck terminal.
+pub(crate) const LAST_LINES: Duration = Duration::from_millis(200);
+
 /// What [`Supervisor::shutdown`] had to do.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ShutdownReport {
@@ -36,6 +39,7 @@ pub struct ShutdownReport {
 /// on the supervising thread, so that it works while the rest of the launcher is stuck.
 pub struct Supervisor {
     remote: Remote,
+    stderr: StderrSink,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
@@ -43,12 +47,12 @@ impl Supervisor {
     /// Takes over SIGINT, SIGTERM and SIGHUP and starts the supervising thread. One per process.
     pub fn start(stderr: StderrSink) -> Result<(Self, Events), LaunchError> {
         let (events_in, events) = unbounded_channel();
-        let (watcher, remote) = Watcher::new(stderr, events_in)?;
+        let (watcher, remote) = Watcher::new(stderr.clone(), events_in)?;
         let thread = std::thread::Builder::new()
             .name("supervisor".into())
             .spawn(move || watcher.run())
             .map_err(LaunchError::system("starting the supervising thread"))?;
-        Ok((Self { remote, thread: Some(thread) }, events))
+        Ok((Self { remote, stderr, thread: Some(thread) }, events))
     }
 
     /// Starts a child and returns its process id (for display only: never signal it by number).
@@ -85,12 +89,17 @@ impl Supervisor {
 
     /// Ends all children and waits: SIGTERM now, SIGKILL after `grace`, each through its process
     /// descriptor, and every one is reaped. Blocks for `grace` plus 5 s at most. A verdict that was
-    /// still open is sent as [`Event::Failed`] first. Children can be started again afterwards.
+    /// still open is sent as [`Event::Failed`] first. The children's last lines are on stderr when
+    /// this returns (unless the terminal is stuck), so that what the launcher prints next comes
+    /// after them. Children can be started again afterwards.
     pub fn shutdown(&self, grace: Duration) -> Result<ShutdownReport, LaunchError> {
         let (reply, answer) = sync_channel(1);
         self.remote.send(Command::Shutdown { grace, done: Some(reply) })?;
         match answer.recv_timeout(grace + UNKILLABLE_AFTER + Duration::from_secs(1)) {
-            Ok(report) => Ok(report),
+            Ok(report) => {
+                self.stderr.flush_within(LAST_LINES);
+                Ok(report)
+            }
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
                 Err(LaunchError::SupervisorGone)
             }

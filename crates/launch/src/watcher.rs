@@ -9,7 +9,7 @@ use crate::child::exit_at_once;
 use crate::lines::{LineSplitter, Tail};
 use crate::signals::Signals;
 use crate::spawn::{self, Program};
-use crate::supervisor::UNKILLABLE_AFTER;
+use crate::supervisor::{LAST_LINES, UNKILLABLE_AFTER};
 use crate::{ChildSpec, ChildStatus, Event, Failure, LaunchError, Phase, ShutdownReport, StderrSink};
 use lockstep_core::ExitCode;
 use lockstep_wire::Role;
@@ -26,8 +26,6 @@ use tokio::sync::mpsc::UnboundedSender;
 const READ_BYTES_MAX: usize = 64 << 10;
 /// How long a second signal waits for the killed children.
 const SUDDEN_END_WAIT: Duration = Duration::from_secs(1);
-/// How long the last lines may take to reach a stuck terminal.
-const SUDDEN_END_FLUSH: Duration = Duration::from_millis(200);
 
 /// What the launcher asks of the thread.
 pub(crate) enum Command {
@@ -333,7 +331,7 @@ impl Watcher {
             _ => ("SIGTERM", ExitCode::Terminated),
         };
         self.stderr.write_line(format!("lockstep: second signal ({name}): ended without drain").as_bytes());
-        self.stderr.flush_within(SUDDEN_END_FLUSH);
+        self.stderr.flush_within(LAST_LINES);
         exit_at_once(code.code())
     }
 

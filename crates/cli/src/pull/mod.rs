@@ -121,8 +121,11 @@ fn pull_from(
     }
     let mut partial = Partial::open(&with_suffix(&file, ".partial"))?;
     check_space(&folder, model, partial.len())?;
-    progress.note(&format!("fetching {} for you from its publisher (licence {})", model.name, model.licence));
-    progress.begin(model.name, model.size_bytes);
+    let Model { name, licence, .. } = model;
+    progress.note(&format!(
+        "fetching {name} for you; its licence is {licence}, and Lockstep never redistributes it"
+    ));
+    progress.begin(name, model.size_bytes);
     let fetched = fetch(model, &mut partial, &file, sources, progress);
     progress.end();
     partial.install(model, &file, &fetched?)?;

@@ -8,9 +8,11 @@ use super::catalogue::{Model, Part};
 use super::error::{PullError, SourceError};
 use super::partial::{Partial, each_chunk, hex};
 use super::progress::Progress;
+use rustix::process::{Signal, set_parent_process_death_signal};
 use sha2::{Digest, Sha256};
 use std::fs::File;
 use std::io::Read as _;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -33,7 +35,8 @@ impl WheelSource for Pip {
         let log_path = folder.join("pip.log");
         let log = File::create(&log_path).map_err(PullError::cache("create", &log_path))?;
         let log_too = log.try_clone().map_err(PullError::cache("open", &log_path))?;
-        let mut pip = Command::new("python3")
+        let mut command = Command::new("python3");
+        command
             .args(["-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"])
             .args(["--progress-bar", "off", "--disable-pip-version-check", "--retries", "3"])
             .arg("--dest")
@@ -43,11 +46,14 @@ impl WheelSource for Pip {
             .env("TMPDIR", folder)
             .stdin(Stdio::null())
             .stdout(log)
-            .stderr(log_too)
-            .spawn()
-            .map_err(|e| {
-                SourceError::Unavailable(format!("PyPI needs python3 with pip, which cannot be run ({e})"))
-            })?;
+            .stderr(log_too);
+        // pip must not go on downloading when this process is killed.
+        let end_with_us = || Ok(set_parent_process_death_signal(Some(Signal::KILL))?);
+        // SAFETY: between fork and exec, one prctl system call and nothing else.
+        unsafe { command.pre_exec(end_with_us) };
+        let mut pip = command.spawn().map_err(|e| {
+            SourceError::Unavailable(format!("PyPI needs python3 with pip, which cannot be run ({e})"))
+        })?;
         let status = loop {
             match pip.try_wait() {
                 Ok(Some(status)) => break status,
@@ -77,7 +83,7 @@ impl WheelSource for Pip {
 fn last_error(log: &Path) -> Option<String> {
     let text = std::fs::read_to_string(log).ok()?;
     let lines = || text.lines().map(str::trim).filter(|l| !l.is_empty());
-    let line = lines().rfind(|l| l.contains("ERROR")).or_else(|| lines().last())?;
+    let line = lines().rfind(|l| l.contains("ERROR")).or_else(|| lines().next_back())?;
     Some(line.chars().take(300).collect())
 }
 

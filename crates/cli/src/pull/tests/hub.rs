@@ -22,7 +22,7 @@ fn fetches_the_pinned_revision() {
     assert_eq!(server.requests()[0].path, "/owner/repo/resolve/0123abcd/tiny.gguf");
     assert_eq!(told.positions.last(), Some(&3_000_000));
     assert!(told.positions.is_sorted());
-    assert!(told.notes[0].contains("licence CC0-1.0"), "{:?}", told.notes);
+    assert!(told.notes[0].contains("licence is CC0-1.0"), "{:?}", told.notes);
     assert!(!cache.partial().exists());
 }
 
