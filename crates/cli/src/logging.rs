@@ -34,7 +34,12 @@ where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,
 {
-    fn format_event(&self, ctx: &FmtContext<'_, S, N>, mut writer: Writer<'_>, event: &Event<'_>) -> fmt::Result {
+    fn format_event(
+        &self,
+        ctx: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
         SystemTime.format_time(&mut writer)?;
         write!(writer, " {:>5} {} ", event.metadata().level(), self.role)?;
         ctx.field_format().format_fields(writer.by_ref(), event)?;

@@ -42,8 +42,14 @@ fn parse() -> Result<Cli> {
         }
         let text = error.to_string();
         let sentence = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
-        let details = text.lines().skip(1).map(str::trim).take_while(|l| !l.starts_with("Usage")).filter(|l| !l.is_empty());
-        let words: Vec<&str> = std::iter::once(sentence).chain(details.filter(|l| !l.starts_with("For more"))).collect();
+        let details = text
+            .lines()
+            .skip(1)
+            .map(str::trim)
+            .take_while(|l| !l.starts_with("Usage"))
+            .filter(|l| !l.is_empty());
+        let words: Vec<&str> =
+            std::iter::once(sentence).chain(details.filter(|l| !l.starts_with("For more"))).collect();
         CliError::new(ExitCode::Flags, format!("{}; see `lockstep --help`", words.join(" ")))
     })
 }

@@ -18,8 +18,6 @@ pub struct RankConfig {
     pub dtype: Option<DType>,
     /// Threads of this rank (`--threads`).
     pub threads: usize,
-    /// CPUs of this rank's threads, when ranks get their own.
-    pub cpus: Option<Vec<usize>>,
     /// Bytes this rank may use for weights, activations and KV together.
     pub memory_budget_bytes: usize,
     /// How [`RankConfig::memory_budget_bytes`] came about, for messages.

@@ -2,7 +2,9 @@
 
 use lockstep_comm::link::{Context, Endpoint, Receiver, Sender};
 use lockstep_core::ExitCode;
-use lockstep_tokenizer::worker::{DetokenizerLinks, TokenizerLinks, run_detokenizer, run_shared, run_tokenizer};
+use lockstep_tokenizer::worker::{
+    DetokenizerLinks, TokenizerLinks, run_detokenizer, run_shared, run_tokenizer,
+};
 use lockstep_tokenizer::{TextModel, TextOptions, TokenizerError};
 use lockstep_wire::{Ready, Role, ToApi, ToDetokenizer, ToScheduler, ToTokenizer};
 use serde::{Deserialize, Serialize};
@@ -69,7 +71,9 @@ pub fn run(config: &TextConfig) -> i32 {
 /// Whose fault it is: the model's files or the system.
 fn exit_code(error: &TokenizerError) -> ExitCode {
     match error {
-        TokenizerError::Link(_) | TokenizerError::Thread(_) | TokenizerError::Panicked(_) => ExitCode::Internal,
+        TokenizerError::Link(_) | TokenizerError::Thread(_) | TokenizerError::Panicked(_) => {
+            ExitCode::Internal
+        }
         _ => ExitCode::ModelFiles,
     }
 }
@@ -83,7 +87,8 @@ fn try_run(config: &TextConfig) -> Result<(), TokenizerError> {
     let to_api = || Sender::<ToApi>::connect(&context, &config.api, QUEUE_LEN_MAX);
     match &config.duties {
         Duties::Tokenize { inbox } => {
-            let links = TokenizerLinks { inbox: requests(inbox)?, scheduler: to_scheduler()?, api: to_api()? };
+            let links =
+                TokenizerLinks { inbox: requests(inbox)?, scheduler: to_scheduler()?, api: to_api()? };
             run_tokenizer(&load(config, &links.api)?, links)
         }
         Duties::Detokenize { detokenizer } => {
@@ -91,7 +96,8 @@ fn try_run(config: &TextConfig) -> Result<(), TokenizerError> {
             run_detokenizer(&load(config, &links.api)?, links)
         }
         Duties::Both { inbox, detokenizer } => {
-            let first = TokenizerLinks { inbox: requests(inbox)?, scheduler: to_scheduler()?, api: to_api()? };
+            let first =
+                TokenizerLinks { inbox: requests(inbox)?, scheduler: to_scheduler()?, api: to_api()? };
             let second = DetokenizerLinks { inbox: tokens(detokenizer)?, api: to_api()? };
             let model = load(config, &first.api)?;
             run_shared(Arc::new(model), first, second)

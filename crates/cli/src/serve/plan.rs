@@ -138,7 +138,10 @@ fn check_context(flags: &ServeFlags, model: &ModelConfig) -> Result<()> {
 /// What each of `tp` ranks may use, and the words for it.
 fn budget(ratio: f64, tp: usize) -> Result<(usize, String)> {
     let available = memory::available_bytes().ok_or_else(|| {
-        CliError::new(ExitCode::Internal, "cannot read the available memory from /proc/meminfo; give --num-pages")
+        CliError::new(
+            ExitCode::Internal,
+            "cannot read the available memory from /proc/meminfo; give --num-pages",
+        )
     })?;
     let share = (available as f64 * ratio / tp as f64) as usize;
     let origin = format!("--memory-ratio {ratio} of {} MiB available, shared by {tp} ranks", available >> 20);

@@ -43,7 +43,8 @@ impl ReservedPort {
     /// Starts to accept connections; needs a tokio runtime.
     pub fn listen(self) -> Result<tokio::net::TcpListener> {
         let address = self.address;
-        let failed = |e: std::io::Error| CliError::new(ExitCode::Flags, format!("cannot listen on {address}: {e}"));
+        let failed =
+            |e: std::io::Error| CliError::new(ExitCode::Flags, format!("cannot listen on {address}: {e}"));
         rustix::net::listen(&self.socket, BACKLOG).map_err(|e| failed(e.into()))?;
         let listener = TcpListener::from(self.socket);
         listener.set_nonblocking(true).map_err(failed)?;

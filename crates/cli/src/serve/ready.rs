@@ -92,8 +92,9 @@ struct Loading {
 impl Loading {
     fn new(ranks: usize) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
-            let style = ProgressStyle::with_template("loading weights [{bar:40}] {pos}/{len} parts {elapsed}")
-                .unwrap_or_else(|_| ProgressStyle::default_bar());
+            let style =
+                ProgressStyle::with_template("loading weights [{bar:40}] {pos}/{len} parts {elapsed}")
+                    .unwrap_or_else(|_| ProgressStyle::default_bar());
             ProgressBar::new(1).with_style(style)
         });
         Self { bar, ranks, done: BTreeMap::new() }

@@ -4,13 +4,15 @@ use super::plan::ServePlan;
 use super::ready::Facts;
 use super::spawn::Server;
 use crate::error::{CliError, Result};
-use lockstep_api::engine::dispatch::{self, ZmqSockets};
+use lockstep_api::engine::dispatch::{self, LinkSockets};
 use lockstep_api::{
-    ApiConfig, ApiError, Ended, EngineClient, ProcessInfo, REQUESTS_OPEN_MAX, SamplingDefaults, ServerControl,
-    ServerHandle,
+    ApiConfig, ApiError, Ended, EngineClient, ProcessInfo, REQUESTS_OPEN_MAX, SamplingDefaults,
+    ServerControl, ServerHandle,
 };
+use lockstep_comm::link::{AsyncReceiver, LinkError, Sender};
 use lockstep_core::ExitCode;
 use lockstep_launch::{Event, Failure, Phase};
+use lockstep_wire::ToApi;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::task::{JoinError, JoinHandle};
 
@@ -33,7 +35,10 @@ pub async fn run(mut plan: ServePlan, mut server: Server, facts: Facts) -> Resul
         Ok(service) => service,
         Err(error) => return Err(server.end(error)),
     };
-    tracing::info!("listening on http://{address} (model {}); Ctrl-C drains and stops", plan.served_model_name);
+    tracing::info!(
+        "listening on http://{address} (model {}); Ctrl-C drains and stops",
+        plan.served_model_name
+    );
     let ended = service.watch(&mut server, plan.grace).await;
     service.end(server, ended).await
 }
@@ -57,8 +62,7 @@ fn start(
 ) -> Result<Service> {
     let config = api_config(plan, server, facts)?;
     let inbox = server.inbox.take().ok_or_else(|| CliError::new(ExitCode::Internal, "the inbox is gone"))?;
-    let sockets = ZmqSockets::connect(&server.context, &server.tokenizers, &server.scheduler, inbox)
-        .map_err(CliError::with(ExitCode::Internal))?;
+    let sockets = connect(server, inbox).map_err(CliError::with(ExitCode::Internal))?;
     let (client, link) = EngineClient::new(server.tokenizers.len(), REQUESTS_OPEN_MAX);
     let (handle, control) = ServerControl::new();
     server.supervisor.set_phase(Phase::Serving).map_err(CliError::with(ExitCode::Internal))?;
@@ -72,6 +76,19 @@ fn start(
         link_error: None,
     })
 }
+
+/// The api's links to its children.
+fn connect(server: &Server, inbox: AsyncReceiver<ToApi>) -> std::result::Result<LinkSockets, LinkError> {
+    let sender = |endpoint| Sender::connect(&server.context, endpoint, QUEUE_LEN_MAX);
+    Ok(LinkSockets {
+        tokenizers: server.tokenizers.iter().map(sender).collect::<std::result::Result<_, _>>()?,
+        scheduler: Sender::connect(&server.context, &server.scheduler, QUEUE_LEN_MAX)?,
+        inbox,
+    })
+}
+
+/// Messages that may wait in a socket; beyond it the api's own bounded queue fills.
+const QUEUE_LEN_MAX: i32 = 1024;
 
 impl Service {
     /// Follows events until the HTTP server has ended.
@@ -120,7 +137,10 @@ impl Service {
         }
         server.end_gently();
         if let Some(failure) = self.failure {
-            return Err(CliError::new(failure.exit_code, failure.to_string().trim_start_matches("lockstep: ")));
+            return Err(CliError::new(
+                failure.exit_code,
+                failure.to_string().trim_start_matches("lockstep: "),
+            ));
         }
         match ended {
             Ok(Ended::Drained) => {
@@ -128,7 +148,8 @@ impl Service {
                 Ok(())
             }
             Ok(Ended::Cut { requests }) => {
-                let code = if self.signal == Some(SIGINT) { ExitCode::Interrupted } else { ExitCode::Terminated };
+                let code =
+                    if self.signal == Some(SIGINT) { ExitCode::Interrupted } else { ExitCode::Terminated };
                 let text = format!("{requests} requests were ended with an error because the grace was over");
                 Err(CliError::new(code, text))
             }

@@ -97,7 +97,12 @@ fn child_spec(
         (role, _) => (text_label(role), Part::Text(Box::new(text_config(plan, names, role))), Vec::new()),
     };
     let config = ChildConfig { label, log_level: plan.log_level.into(), part };
-    Ok(ChildSpec { role: process.role, name: process.name, config_json: serde_json::to_string(&config)?, inherited })
+    Ok(ChildSpec {
+        role: process.role,
+        name: process.name,
+        config_json: serde_json::to_string(&config)?,
+        inherited,
+    })
 }
 
 fn text_label(role: Role) -> String {
