@@ -1,22 +1,25 @@
 //! Measures of the machine and of the kernels, for `lockstep bench hw` and the benches: what
 //! memory and arithmetic can give, next to what the matrix product makes of it.
 //!
-//! Every measure repeats short runs and keeps the best, since other processes can only slow a run.
+//! Every measure repeats short runs for [`MEASURE`] and keeps the best, since other processes can only
+//! slow a run.
 
 use super::memory::Region;
 use super::pool::ThreadPool;
 use super::simd::{Isa, Kernel, LANES, Simd};
 use super::{CpuBackend, CpuOptions};
-use crate::{Backend, LinearSpec, Result};
+use crate::{Attention, AttentionBatch, AttentionRow, Backend, KvLayout, LinearSpec, QkvShape, Result};
 use lockstep_core::DType;
 use std::time::{Duration, Instant};
 
 /// Bytes a chunk of the bandwidth measure reads.
 const READ_CHUNK: usize = 256 << 10;
-/// Runs of a measure.
-const RUNS: usize = 7;
+/// How long a measure repeats its runs, of which it makes at least [`RUNS_MIN`].
+const MEASURE: Duration = Duration::from_millis(40);
+const RUNS_MIN: usize = 5;
 
-/// Sums `len` elements (a multiple of 64), only to read them.
+/// Sums `len` elements (a multiple of 64), only to read them, as four streams: what one core can
+/// have under way at once is more than one stream gives.
 #[derive(Clone, Copy)]
 struct Read {
     data: *const f32,
@@ -30,12 +33,13 @@ impl Kernel for Read {
     /// `data` is valid for `len` elements.
     #[inline(always)]
     unsafe fn run<S: Simd>(self) -> f32 {
-        // SAFETY: `i + 64 <= len`.
+        let stream = self.len / 4;
+        // SAFETY: `i + 16 <= stream`, a quarter of the data.
         unsafe {
             let mut sums = [S::splat(0.0); 4];
-            for i in (0..self.len).step_by(4 * LANES) {
-                for (lane, sum) in sums.iter_mut().enumerate() {
-                    *sum = S::add(*sum, S::load(self.data.add(i + lane * LANES)));
+            for i in (0..stream).step_by(LANES) {
+                for s in 0..4 {
+                    sums[s] = S::add(sums[s], S::load(self.data.add(s * stream + i)));
                 }
             }
             S::sum(S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3])))
@@ -84,7 +88,7 @@ pub fn bandwidth_gbs(threads: usize, bytes: usize, huge: bool) -> Result<f64> {
     region.as_mut_slice::<f32>().fill(1.0);
     let data = region.as_slice::<f32>();
     let (pool, isa) = (ThreadPool::new(threads.max(1), None), Isa::detect());
-    let best = best_of(RUNS, || {
+    let best = best_of(|| {
         pool.run(chunks, &|chunk, _| {
             let part = &data[chunk * READ_CHUNK / 4..(chunk + 1) * READ_CHUNK / 4];
             // SAFETY: the slice is valid for its length, a multiple of 64 elements.
@@ -98,7 +102,7 @@ pub fn bandwidth_gbs(threads: usize, bytes: usize, huge: bool) -> Result<f64> {
 pub fn fma_gflops(threads: usize) -> f64 {
     let (pool, isa) = (ThreadPool::new(threads.max(1), None), Isa::detect());
     let (chunks, rounds) = (threads.max(1) * 8, 40_000);
-    let best = best_of(RUNS, || {
+    let best = best_of(|| {
         pool.run(chunks, &|_, _| {
             // SAFETY: register operations of the detected instruction set.
             std::hint::black_box(unsafe { isa.run(Fma { rounds }) });
@@ -154,7 +158,7 @@ pub fn matmul_time(options: CpuOptions, shape: MatmulShape) -> Result<Duration> 
     let mut x = backend.tensor(shape.rows, shape.in_features)?;
     x.rows_mut(shape.rows).fill(0.5);
     let mut out = backend.tensor(shape.rows, shape.out_features)?;
-    let best = best_of(RUNS, || {
+    let best = best_of(|| {
         for linear in &matrices {
             backend.matmul(linear, &x, None, shape.rows, &mut out);
         }
@@ -162,13 +166,93 @@ pub fn matmul_time(options: CpuOptions, shape: MatmulShape) -> Result<Duration> 
     Ok(best / matrices.len() as u32)
 }
 
-/// The shortest of `runs` runs, after one to warm up.
-fn best_of(runs: usize, mut work: impl FnMut()) -> Duration {
-    work();
-    let times = (0..runs).map(|_| {
-        let started = Instant::now();
-        work();
-        started.elapsed()
+/// An attention call to time: one request.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionShape {
+    /// Query heads.
+    pub heads: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Tokens per page.
+    pub page_size: usize,
+    /// Tokens computed.
+    pub tokens: usize,
+    /// Tokens cached before them.
+    pub start: usize,
+}
+
+impl AttentionShape {
+    /// Query-key pairs of one head.
+    fn pairs(&self) -> f64 {
+        self.tokens as f64 * (self.start as f64 + (self.tokens as f64 + 1.0) / 2.0)
+    }
+
+    /// Floating point operations of the two products.
+    pub fn flops(&self) -> f64 {
+        4.0 * self.pairs() * (self.heads * self.head_dim) as f64
+    }
+
+    /// Bytes of keys and values in sight.
+    pub fn kv_bytes(&self) -> usize {
+        2 * (self.start + self.tokens) * self.kv_heads * self.head_dim * size_of::<f32>()
+    }
+}
+
+/// Best time of one attention call on a backend made from `options`. Layers take turns, so that
+/// keys and values come from memory as in a model.
+pub fn attention_time(options: CpuOptions, shape: AttentionShape) -> Result<Duration> {
+    let mut backend = CpuBackend::new(options)?;
+    let num_pages = (shape.start + shape.tokens).div_ceil(shape.page_size);
+    let layout = KvLayout {
+        local_layers: 16,
+        local_kv_heads: shape.kv_heads,
+        head_dim: shape.head_dim,
+        page_size: shape.page_size,
+        num_pages,
+    };
+    let mut cache = backend.kv_cache(layout)?;
+    let (k, v) = cache.parts_mut();
+    // Scores and values that vary, so that the softmax meets ordinary numbers.
+    for (i, (k, v)) in k.iter_mut().zip(v).enumerate() {
+        (*k, *v) = ((i % 61) as f32 / 61.0, (i % 53) as f32 / 53.0);
+    }
+    let width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
+    let mut qkv = backend.tensor(shape.tokens, width)?;
+    qkv.rows_mut(shape.tokens).fill(0.1);
+    let mut out = backend.tensor(shape.tokens, shape.heads * shape.head_dim)?;
+    let pages: Vec<u32> = (0..num_pages as u32).collect();
+    let row = AttentionRow {
+        first_token: 0,
+        token_count: shape.tokens as u32,
+        start_position: shape.start as u32,
+        first_page: 0,
+    };
+    let heads = QkvShape {
+        local_heads: shape.heads,
+        local_kv_heads: shape.kv_heads,
+        head_dim: shape.head_dim,
+        norm_eps: 0.0,
+    };
+    let best = best_of(|| {
+        for layer in 0..layout.local_layers {
+            let batch = AttentionBatch { rows: &[row], pages: &pages };
+            backend.attention(Attention { layer, shape: heads, batch }, &qkv, &cache, &mut out);
+        }
     });
-    times.min().unwrap_or_default()
+    Ok(best / layout.local_layers as u32)
+}
+
+/// The shortest run of a measure, after one to warm up.
+fn best_of(mut work: impl FnMut()) -> Duration {
+    work();
+    let (started, mut runs, mut best) = (Instant::now(), 0, Duration::MAX);
+    while runs < RUNS_MIN || started.elapsed() < MEASURE {
+        let run = Instant::now();
+        work();
+        best = best.min(run.elapsed());
+        runs += 1;
+    }
+    best
 }

@@ -8,10 +8,10 @@
 //! batch, on any thread, on any instruction set, the bits are the same.
 //!
 //! The grid of chunks is (bands of rows) x (ranges of tiles). A chunk walks its tiles in groups
-//! that fill the registers. With few rows the weights are widened in registers as they stream from
-//! memory, once. With many rows, a group's weights for [`PANEL_INPUTS`] inputs are widened once into
-//! a panel that stays in the first-level cache while all rows of the band pass by; the
-//! accumulators wait in scratch memory meanwhile, which is exact.
+//! that fill the registers; up to 8 rows pass over a group at once. With few rows the weights are
+//! widened in registers as they stream from memory. With many, a group's weights for
+//! [`PANEL_INPUTS`] inputs are widened once into a panel that stays in the first-level cache while
+//! all rows of the band pass by; the accumulators wait in scratch memory meanwhile, which is exact.
 
 mod kernels;
 
@@ -19,10 +19,11 @@ use super::packed::PackedLinear;
 use super::pool::ThreadPool;
 use super::simd::{Isa, LANES};
 use super::tensor::{RowsIn, RowsOut};
-use kernels::{Accumulate, Bf16, F16, F32, Finish, Join, Weight, Widen};
+use kernels::{Bf16, F16, F32, Finish, Join, Shape, Stream, Weight, Widen};
 use lockstep_core::DType;
 use lockstep_core::limits::K_LEAVES;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// Rows of one register shape at most.
 const SHAPE_ROWS_MAX: usize = 8;
@@ -30,6 +31,9 @@ const SHAPE_ROWS_MAX: usize = 8;
 const GROUP_TILES_MAX: usize = 4;
 /// Inputs of a widened panel: three tiles fill 36 of the 48 KiB of a first-level cache.
 const PANEL_INPUTS: usize = 192;
+/// Passes of rows over a panel from which widening it first pays; with fewer, weights are widened in
+/// registers as they stream in.
+const WIDEN_PASSES_MIN: usize = 5;
 /// Bytes of `x` that a band of rows should stay below, so that it stays in the second-level cache.
 const BAND_BYTES: usize = 640 << 10;
 /// Rows of a band: enough to amortise widening, few enough for the scratch memory.
@@ -116,7 +120,7 @@ impl Grid {
     }
 
     /// Rows and tiles of a chunk; the chunks of a band follow each other, so its `x` stays cached.
-    fn chunk(&self, chunk: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
+    fn chunk(&self, chunk: usize) -> (Range<usize>, Range<usize>) {
         let (band, range) = (chunk / self.ranges, chunk % self.ranges);
         let rows = band * self.band_rows..self.rows.min((band + 1) * self.band_rows);
         let tiles = range * self.tiles / self.ranges..(range + 1) * self.tiles / self.ranges;
@@ -133,7 +137,7 @@ struct Chunk<'a> {
 
 impl Chunk<'_> {
     /// Walks the tiles in groups that fill the registers.
-    fn run<W: Weight>(&self, tiles: std::ops::Range<usize>, scratch: &mut [f32]) {
+    fn run<W: Weight>(&self, tiles: Range<usize>, scratch: &mut [f32]) {
         let shape_rows = self.shape_rows();
         let mut tile = tiles.start;
         while tile < tiles.end {
@@ -191,119 +195,73 @@ impl Chunk<'_> {
     fn leaf<W: Weight, const T: usize>(
         &self,
         tile: usize,
-        inputs: std::ops::Range<usize>,
+        inputs: Range<usize>,
         acc: &mut [f32],
         panel: &mut [f32],
     ) {
-        let widen = self.rows > self.shape_rows() && W::ROW_BYTES != F32::ROW_BYTES;
-        let step = if self.rows > self.shape_rows() { PANEL_INPUTS } else { inputs.len().max(1) };
         if inputs.is_empty() {
-            acc.fill(0.0);
+            return acc.fill(0.0);
         }
+        let passes = self.rows.div_ceil(self.shape_rows());
+        let step = if passes > 1 { PANEL_INPUTS } else { inputs.len() };
         for from in inputs.clone().step_by(step) {
-            let count = step.min(inputs.end - from);
+            let part = from..inputs.end.min(from + step);
             let fresh = from == inputs.start;
-            let w = self.op.weights.tile(tile, from);
-            let tile_stride = self.op.weights.tile_bytes();
-            if widen {
-                let widen = Widen::<W, T> {
-                    w,
-                    tile_stride,
-                    inputs: count,
-                    panel: panel.as_mut_ptr(),
-                    weight: PhantomData,
-                };
-                // SAFETY: `T` tiles from `tile` on exist and have `count` inputs from `from` on;
-                // the panel holds `PANEL_INPUTS * GROUP_TILES_MAX * 16` elements.
-                unsafe { self.op.isa.run(widen) };
-                let panel =
-                    Panel { w: panel.as_ptr().cast(), step: T * F32::ROW_BYTES, tile_stride: F32::ROW_BYTES };
-                self.all_rows::<F32, T>(panel, from, count, acc, fresh);
+            let w = self.stream::<W>(tile, from);
+            if passes < WIDEN_PASSES_MIN {
+                self.all_rows::<W, T, true>(w, part, acc, fresh);
+            } else if W::ROW_BYTES == F32::ROW_BYTES {
+                self.all_rows::<W, T, false>(w, part, acc, fresh);
             } else {
-                let panel = Panel { w, step: W::ROW_BYTES, tile_stride };
-                self.all_rows::<W, T>(panel, from, count, acc, fresh);
+                let w = self.widen::<W, T>(w, part.len(), panel);
+                self.all_rows::<F32, T, false>(w, part, acc, fresh);
             }
         }
     }
 
-    /// Accumulates `count` inputs for every row, in register shapes of up to `rows_max` rows.
-    fn all_rows<W: Weight, const T: usize>(
+    /// Where input `from` of tile `tile` is.
+    fn stream<W: Weight>(&self, tile: usize, from: usize) -> Stream {
+        let weights = self.op.weights;
+        Stream { start: weights.tile(tile, from), step: W::ROW_BYTES, tile_stride: weights.tile_bytes() }
+    }
+
+    /// Widens `count` inputs of `T` tiles into the panel.
+    fn widen<W: Weight, const T: usize>(&self, w: Stream, count: usize, panel: &mut [f32]) -> Stream {
+        assert!(
+            count * T * LANES <= panel.len(),
+            "the panel holds {PANEL_INPUTS} inputs of {GROUP_TILES_MAX} tiles"
+        );
+        let widen = Widen::<W, T> { w, inputs: count, panel: panel.as_mut_ptr(), weight: PhantomData };
+        // SAFETY: `T` tiles with `count` inputs from `w` on exist, and the panel holds them.
+        unsafe { self.op.isa.run(widen) };
+        Stream { start: panel.as_ptr().cast(), step: T * F32::ROW_BYTES, tile_stride: F32::ROW_BYTES }
+    }
+
+    /// Accumulates the inputs `part` for every row, in register shapes of up to `shape_rows` rows.
+    fn all_rows<W: Weight, const T: usize, const HINT: bool>(
         &self,
-        w: Panel,
-        from: usize,
-        count: usize,
+        w: Stream,
+        part: Range<usize>,
         acc: &mut [f32],
         fresh: bool,
     ) {
         let mut row = 0;
         while row < self.rows {
             let rows = self.shape_rows().min(self.rows - row);
-            let x = self.op.x.row(self.first_row + row)[from..].as_ptr();
-            let call = ShapeCall { x, w, count, acc: acc[row * T * LANES..].as_mut_ptr(), fresh, rows };
-            // SAFETY: `rows` rows of `x` from here on exist and have `count` inputs from `from` on;
-            // `w` has `count` inputs of `T` tiles; `acc` has `rows * T * 16` elements from here on.
-            unsafe { call.run::<W, T>(self.op) };
+            let shape = Shape {
+                x: self.op.x.row(self.first_row + row)[part.clone()].as_ptr(),
+                x_stride: self.op.x.cols,
+                rows,
+                w,
+                inputs: part.len(),
+                acc: acc[row * T * LANES..].as_mut_ptr(),
+                fresh,
+            };
+            // SAFETY: `rows` rows of `x` from here on exist and have the inputs `part`; `w` has as
+            // many inputs of `T` tiles; `acc` has `rows * T * 16` elements from here on.
+            unsafe { shape.run::<W, T, HINT>(self.op.isa) };
             row += rows;
         }
-    }
-}
-
-/// Where weights are read from: the matrix itself or a widened panel.
-#[derive(Clone, Copy)]
-struct Panel {
-    w: *const u8,
-    /// Bytes from one input to the next.
-    step: usize,
-    /// Bytes from one tile to the next.
-    tile_stride: usize,
-}
-
-/// Arguments of one register-blocked kernel.
-struct ShapeCall {
-    x: *const f32,
-    w: Panel,
-    count: usize,
-    acc: *mut f32,
-    fresh: bool,
-    rows: usize,
-}
-
-impl ShapeCall {
-    /// Picks the smallest shape that holds the rows.
-    ///
-    /// # Safety
-    /// As [`Accumulate`].
-    unsafe fn run<W: Weight, const T: usize>(&self, op: &Matmul<'_>) {
-        // SAFETY: passed on to the caller.
-        unsafe {
-            match self.rows {
-                1 => self.shape::<W, 1, T>(op),
-                2 => self.shape::<W, 2, T>(op),
-                3 => self.shape::<W, 3, T>(op),
-                4 => self.shape::<W, 4, T>(op),
-                5 | 6 => self.shape::<W, 6, T>(op),
-                _ => self.shape::<W, 8, T>(op),
-            }
-        }
-    }
-
-    /// # Safety
-    /// As [`Accumulate`].
-    unsafe fn shape<W: Weight, const M: usize, const T: usize>(&self, op: &Matmul<'_>) {
-        let kernel = Accumulate::<W, M, T> {
-            x: self.x,
-            x_stride: op.x.cols,
-            rows: self.rows,
-            w: self.w.w,
-            w_step: self.w.step,
-            tile_stride: self.w.tile_stride,
-            inputs: self.count,
-            acc: self.acc,
-            fresh: self.fresh,
-            weight: PhantomData,
-        };
-        // SAFETY: passed on to the caller; the instruction set was checked when the backend was made.
-        unsafe { op.isa.run(kernel) }
     }
 }
 

@@ -1,0 +1,99 @@
+//! Speed of the CPU kernels next to what the machine gives in the same run.
+//!
+//! `cargo bench -p lockstep-backend [-- THREADS] [SECTION...]` prints memory bandwidth, FMA rate, and each kernel
+//! with its share of them. Shares compare across machines and loads; plain figures do not.
+
+use lockstep_backend::cpu::probe::{self, AttentionShape, MatmulShape};
+use lockstep_backend::cpu::{CpuOptions, Isa};
+use lockstep_core::DType;
+
+/// What can be measured alone.
+const SECTIONS: [&str; 3] = ["decode", "gemm", "attention"];
+const MAPPED: &str = "memory for the measure";
+
+/// (inputs, outputs) of SmolLM2-135M, its head, and a 7B projection.
+const SHAPES: [(usize, usize); 6] =
+    [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152), (4096, 4096)];
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let wanted = |section: &str| {
+        !args.iter().any(|a| SECTIONS.contains(&a.as_str())) || args.iter().any(|a| a == section)
+    };
+    let threads = args
+        .iter()
+        .filter_map(|a| a.parse().ok())
+        .next()
+        .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
+    let options = CpuOptions { threads, ..CpuOptions::default() };
+    println!("{} x{threads}, FMA {:.0} GFLOP/s", Isa::detect().name(), probe::fma_gflops(threads));
+    for huge in [true, false] {
+        let gbs = probe::bandwidth_gbs(threads, 512 << 20, huge).expect(MAPPED);
+        println!("read 512 MiB, huge pages {huge}: {gbs:.1} GB/s");
+    }
+    if wanted("decode") {
+        decode(&options);
+    }
+    if wanted("gemm") {
+        gemm(&options);
+    }
+    if wanted("attention") {
+        attention(&options);
+    }
+}
+
+/// Products with few rows, as a share of memory bandwidth.
+fn decode(options: &CpuOptions) {
+    for (in_features, out_features) in SHAPES {
+        for rows in [1, 2, 4, 8] {
+            // Enough matrices that they do not stay in any cache.
+            let matrices = (128 << 20) / (in_features * out_features * 2) + 1;
+            let shape = MatmulShape { rows, in_features, out_features, dtype: DType::Bf16, matrices };
+            let bandwidth = probe::bandwidth_gbs(options.threads, 128 << 20, true).expect(MAPPED);
+            let time = probe::matmul_time(options.clone(), shape).expect(MAPPED).as_secs_f64();
+            let gbs = shape.weight_bytes() as f64 / time / 1e9;
+            println!(
+                "bf16 {rows:4} x {in_features} -> {out_features}: {:.1} us, {gbs:.1} GB/s = {:.0} % of memory",
+                time * 1e6,
+                gbs / bandwidth * 100.0
+            );
+        }
+    }
+}
+
+/// Products with many rows, as a share of the FMA rate.
+fn gemm(options: &CpuOptions) {
+    for dtype in [DType::Bf16, DType::F32] {
+        for (in_features, out_features) in SHAPES {
+            for rows in [16, 32, 64, 512] {
+                if out_features > 10_000 && rows > 64 {
+                    continue;
+                }
+                let peak = probe::fma_gflops(options.threads);
+                let shape = MatmulShape { rows, in_features, out_features, dtype, matrices: 1 };
+                let time = probe::matmul_time(options.clone(), shape).expect(MAPPED).as_secs_f64();
+                let gflops = shape.flops() / time / 1e9;
+                println!(
+                    "{} {rows:4} x {in_features} -> {out_features}: {gflops:.0} GFLOP/s = {:.0} % of {peak:.0}",
+                    dtype.name(),
+                    gflops / peak * 100.0
+                );
+            }
+        }
+    }
+}
+
+/// Attention of SmolLM2-135M's heads.
+fn attention(options: &CpuOptions) {
+    for (tokens, start) in [(512, 0), (512, 1536), (1, 1023), (1, 2047)] {
+        let shape = AttentionShape { heads: 9, kv_heads: 3, head_dim: 64, page_size: 16, tokens, start };
+        let peak = probe::fma_gflops(options.threads);
+        let time = probe::attention_time(options.clone(), shape).expect(MAPPED).as_secs_f64();
+        println!(
+            "attention {tokens} tokens after {start}: {:.1} us, {:.0} % of FMA peak, {:.1} GB/s of KV",
+            time * 1e6,
+            shape.flops() / time / 1e9 / peak * 100.0,
+            shape.kv_bytes() as f64 / time / 1e9
+        );
+    }
+}
