@@ -246,8 +246,9 @@ const CUT_TOKENS_MAX: usize = 64;
 const HEAD_BYTES_PER_TOKEN: usize = 8;
 /// Most bytes of prompt per token of context (tables and indented code: up to about 20).
 const BYTES_PER_TOKEN_MAX: usize = 32;
-/// Prompts of this many bytes are always encoded.
-const HEAD_BYTES_MIN: usize = 1 << 16;
+/// Prompts of this many bytes are always encoded, so that a refusal can name their exact length; it
+/// takes a third of a second at most.
+const HEAD_BYTES_MIN: usize = 1 << 20;
 
 fn too_long(prompt_len: usize, is_exact: bool, context_max: usize, param: &str) -> Refusal {
     let mut refusal = Refusal::context_length(prompt_len, context_max);

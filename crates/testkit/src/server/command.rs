@@ -35,6 +35,7 @@ pub struct ServeCommand {
     model: PathBuf,
     port: u16,
     flags: Vec<(String, String)>,
+    switches: Vec<String>,
     environment: Vec<(String, PathBuf)>,
     working_dir: Option<PathBuf>,
 }
@@ -48,6 +49,7 @@ impl ServeCommand {
             port: free_port(),
             // Tiny models need no more, and tests share few cores.
             flags: vec![("--threads".into(), "1".into())],
+            switches: Vec::new(),
             environment: Vec::new(),
             working_dir: None,
         }
@@ -62,6 +64,12 @@ impl ServeCommand {
     pub fn flag(mut self, name: &str, value: impl ToString) -> Self {
         self.flags.retain(|(earlier, _)| earlier != name);
         self.flags.push((name.to_owned(), value.to_string()));
+        self
+    }
+
+    /// Adds a flag that has no value.
+    pub fn switch(mut self, name: &str) -> Self {
+        self.switches.push(name.to_owned());
         self
     }
 
@@ -93,6 +101,7 @@ impl ServeCommand {
         command.args(["serve", "--model"]).arg(&self.model).arg("--port").arg(self.port.to_string());
         command
             .args(self.flags.iter().flat_map(|(name, value)| [name, value]))
+            .args(&self.switches)
             .env(MARK_VARIABLE, &mark)
             .process_group(0);
         command.envs(self.environment.iter().map(|(k, v)| (k, v)));

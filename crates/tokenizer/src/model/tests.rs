@@ -51,9 +51,11 @@ fn prompts_are_refused_at_the_context_and_early() {
         assert_eq!(refusal.param.as_deref(), Some("prompt"));
         assert!(refusal.message.contains("64 tokens"), "{}", refusal.message);
     }
-    let exact = model.encode_prompt(&Prompt::Text("a".repeat(1000))).unwrap_err().message;
-    assert!(exact.contains("the prompt has 1000 tokens"), "{exact}");
-    let early = model.encode_prompt(&Prompt::Text("a".repeat(1_000_000))).unwrap_err().message;
+    for len in [1000, 1_000_000] {
+        let exact = model.encode_prompt(&Prompt::Text("a".repeat(len))).unwrap_err().message;
+        assert!(exact.contains(&format!("the prompt has {len} tokens")), "{exact}");
+    }
+    let early = model.encode_prompt(&Prompt::Text("a".repeat(2_000_000))).unwrap_err().message;
     assert!(early.contains("has at least "), "{early}");
     let special = "<|eot|>".repeat(40);
     assert_eq!(model.encode_prompt(&Prompt::Text(special)).unwrap().len(), 40);
@@ -63,13 +65,13 @@ fn prompts_are_refused_at_the_context_and_early() {
 
 #[test]
 fn an_early_refusal_never_hits_a_prompt_that_fits() {
-    // 100,000 bytes are above the size that is encoded in one go, but few tokens.
-    let model = load(&byte_folder(false, json!({})), Some(20_000));
-    let text = " alpha".repeat(19_000);
-    assert_eq!(model.encode_prompt(&Prompt::Text(text)).unwrap().len(), 19_000);
-    let model = load(&byte_folder(false, json!({})), Some(19_000));
-    let refusal = model.encode_prompt(&Prompt::Text(" alpha".repeat(19_000))).unwrap_err();
-    assert!(refusal.message.contains("the prompt has 19000 tokens"), "{}", refusal.message);
+    // 1.2 MB are above the size that is encoded in one go, but few tokens.
+    let model = load(&byte_folder(false, json!({})), Some(200_001));
+    let text = " alpha".repeat(200_000);
+    assert_eq!(model.encode_prompt(&Prompt::Text(text.clone())).unwrap().len(), 200_000);
+    let model = load(&byte_folder(false, json!({})), Some(200_000));
+    let refusal = model.encode_prompt(&Prompt::Text(text)).unwrap_err();
+    assert!(refusal.message.contains("the prompt has 200000 tokens"), "{}", refusal.message);
 }
 
 /// A tokenizer that drops white space, so that any number of bytes can be few tokens.
@@ -82,13 +84,13 @@ fn padding_is_accepted_up_to_a_limit_in_bytes() {
         "model": {"type": "WordLevel", "vocab": {"w0": 0, "w1": 1}, "unk_token": "w0"}
     });
     folder.write("tokenizer.json", file.to_string());
-    let model = load(&folder, Some(10_000));
+    let model = load(&folder, Some(40_000));
     let prompt = |spaces: usize| Prompt::Text(format!("w1{}w0", " ".repeat(spaces)));
-    assert_eq!(model.encode_prompt(&prompt(300_000)).unwrap(), [1, 0]);
-    let refusal = model.encode_prompt(&prompt(400_000)).unwrap_err();
+    assert_eq!(model.encode_prompt(&prompt(1_200_000)).unwrap(), [1, 0]);
+    let refusal = model.encode_prompt(&prompt(1_300_000)).unwrap_err();
     assert_eq!(refusal.code.as_deref(), Some("context_length_exceeded"));
     assert!(
-        refusal.message.contains("400004 bytes") && refusal.message.contains("319968"),
+        refusal.message.contains("1300004 bytes") && refusal.message.contains("1279968"),
         "{}",
         refusal.message
     );
