@@ -14,7 +14,7 @@ const CLAMP: f32 = 89.0;
 /// Adding it to `|x| < 2^22` rounds to an integer that sits in the low bits.
 const ROUND: f32 = 12_582_912.0;
 /// Upper part of ln 2: nine bits, so that `n * LN2_HIGH` is exact.
-const LN2_HIGH: f32 = 0.693_359_375;
+const LN2_HIGH: f32 = 355.0 / 512.0;
 /// ln 2 - `LN2_HIGH`.
 const LN2_LOW: f32 = -2.121_944_4e-4;
 /// Polynomial of `(exp(r) - 1 - r) / r²`, highest power first.

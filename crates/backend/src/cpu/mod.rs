@@ -13,6 +13,10 @@
 //! Reading order: [`simd`], `pool`, `memory`, `packed`, `matmul`, `pointwise`, `kv_cache`,
 //! `attention`; [`probe`] measures the machine.
 
+// Kernels index lanes and tiles by number; iterator adapters would put vector operations into
+// closures, which do not inherit the target features.
+#![allow(clippy::needless_range_loop)]
+
 mod attention;
 mod exp;
 mod kv_cache;

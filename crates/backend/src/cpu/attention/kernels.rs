@@ -4,122 +4,109 @@ use crate::cpu::exp::exp;
 use crate::cpu::simd::{Isa, Kernel, LANES, Simd, load_at, store_at};
 use lockstep_core::limits::ATTENTION_SEGMENT;
 
-/// Scaled scores of one query against 16 keys. `C` is `dim / 16` when that is known at compile
-/// time (the query then stays in registers), else 0.
+/// The queries of a task against one segment of positions.
 #[derive(Clone, Copy)]
-pub(super) struct Scores<const C: usize> {
-    /// `[dim]`.
-    pub q: *const f32,
-    /// 16 pointers to keys `[dim]`.
+pub(super) struct Segment {
+    pub queries: usize,
+    /// `[queries]` pointers to queries `[dim]`.
+    pub q: *const *const f32,
+    /// `[queries]`: how many positions of the segment each sees, 0..=64.
+    pub counts: *const usize,
+    /// [`ATTENTION_SEGMENT`] pointers to keys `[dim]`; those without a position repeat another.
     pub k: *const *const f32,
-    /// 16 scores.
-    pub out: *mut f32,
+    /// `[queries][64]` scores, then weights.
+    pub weights: *mut f32,
     pub dim: usize,
     pub scale: f32,
 }
 
-impl<const C: usize> Kernel for Scores<C> {
-    type Output = ();
-
-    /// # Safety
-    /// The pointers are valid for what the fields describe; `dim` is `16 * C` unless `C` is 0.
-    #[inline(always)]
-    unsafe fn run<S: Simd>(self) {
-        // SAFETY: `c < C` and `i < dim` keep every read inside the query and the keys.
-        unsafe {
-            let mut dots = [S::splat(0.0); LANES];
-            if C == 0 {
-                for p in 0..LANES {
-                    let k = *self.k.add(p);
-                    for i in (0..self.dim).step_by(LANES) {
-                        dots[p] =
-                            S::fma(load_at::<S>(self.q, i, self.dim), load_at::<S>(k, i, self.dim), dots[p]);
-                    }
-                }
-            } else {
-                let mut q = [S::splat(0.0); C];
-                for c in 0..C {
-                    q[c] = S::load(self.q.add(c * LANES));
-                }
-                for p in 0..LANES {
-                    let k = *self.k.add(p);
-                    for c in 0..C {
-                        dots[p] = S::fma(q[c], S::load(k.add(c * LANES)), dots[p]);
-                    }
-                }
-            }
-            S::store(self.out, S::mul(S::sums(dots), S::splat(self.scale)));
-        }
-    }
-}
-
-/// One segment's step of the online softmax of one query: scores become weights, and what was
-/// summed so far is rescaled to the new maximum.
-#[derive(Clone, Copy)]
-pub(super) struct Softmax {
-    /// 64 scores, of which `count` exist; then weights (zero up to the next multiple of 16).
-    pub weights: *mut f32,
-    pub count: usize,
-    pub max: *mut f32,
-    pub total: *mut f32,
-    /// `[padded]`.
-    pub sums: *mut f32,
-    /// A multiple of 16.
-    pub padded: usize,
-}
-
-impl Softmax {
-    /// The scores from `from` on; places after `count` are -inf, whose weight is exactly 0.
+impl Segment {
+    /// The scores of `query` from `from` on; places after its count are -inf, whose weight is
+    /// exactly 0.
     ///
     /// # Safety
-    /// As the kernel; `from < count`, a multiple of 16.
+    /// The fields are valid, `query < queries`, `from < counts[query]`, `from` a multiple of 16.
     #[inline(always)]
-    unsafe fn scores<S: Simd>(&self, from: usize) -> S::V {
+    unsafe fn visible_scores<S: Simd>(&self, query: usize, from: usize) -> S::V {
         // SAFETY: 16 of the 64 places from `from` on exist.
         unsafe {
-            S::keep_first(S::load(self.weights.add(from)), self.count - from, S::splat(f32::NEG_INFINITY))
+            let scores = S::load(self.weights.add(query * ATTENTION_SEGMENT + from));
+            S::keep_first(scores, *self.counts.add(query) - from, S::splat(f32::NEG_INFINITY))
         }
     }
+}
+
+/// One segment's step of the online softmax of every query: scores become weights (zero up to the
+/// next multiple of 16), and what was summed so far is rescaled to the new maximum.
+#[derive(Clone, Copy)]
+pub(super) struct Softmax {
+    pub segment: Segment,
+    /// `[queries]` maxima and totals so far.
+    pub max: *mut f32,
+    pub total: *mut f32,
+    /// `[queries][dim rounded up to 16]` weighted values so far.
+    pub sums: *mut f32,
 }
 
 impl Kernel for Softmax {
     type Output = ();
 
     /// # Safety
-    /// The pointers are valid for what the fields describe; `count` is 1..=64.
+    /// The pointers are valid for what the fields describe.
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: lanes are cut at 64 weights and `padded` sums.
-        unsafe {
-            let mut largest = S::splat(f32::NEG_INFINITY);
-            for from in (0..self.count).step_by(LANES) {
-                largest = S::max(largest, self.scores::<S>(from));
-            }
-            let old = *self.max;
-            let segment = S::largest(largest);
-            let new = if old > segment { old } else { segment };
-            let new_lanes = S::splat(new);
-            let mut total = S::splat(0.0);
-            for from in (0..self.count).step_by(LANES) {
-                let weight = exp::<S>(S::sub(self.scores::<S>(from), new_lanes));
-                S::store(self.weights.add(from), weight);
-                total = S::add(total, weight);
-            }
-            let rescale = exp::<S>(S::sub(S::splat(old), new_lanes));
-            // Lane by lane the same product, so one lane of it is the scalar.
-            let scaled = S::fma(S::splat(*self.total), rescale, S::splat(S::sum(total)));
-            S::store_partial(self.total, scaled, 1);
-            *self.max = new;
-            for i in (0..self.padded).step_by(LANES) {
-                S::store(self.sums.add(i), S::mul(S::load(self.sums.add(i)), rescale));
+        for query in 0..self.segment.queries {
+            // SAFETY: `query < queries`.
+            unsafe {
+                if *self.segment.counts.add(query) > 0 {
+                    self.one::<S>(query);
+                }
             }
         }
     }
 }
 
-/// Adds weighted values to the sums of `M` queries.
+impl Softmax {
+    /// # Safety
+    /// As the kernel; `query < queries` and sees a position.
+    #[inline(always)]
+    unsafe fn one<S: Simd>(&self, query: usize) {
+        let padded = self.segment.dim.next_multiple_of(LANES);
+        // SAFETY: lanes are cut at 64 weights and `padded` sums.
+        unsafe {
+            let count = *self.segment.counts.add(query);
+            let (max, total) = (self.max.add(query), self.total.add(query));
+            let weights = self.segment.weights.add(query * ATTENTION_SEGMENT);
+            let sums = self.sums.add(query * padded);
+            let mut largest = S::splat(f32::NEG_INFINITY);
+            for from in (0..count).step_by(LANES) {
+                largest = S::max(largest, self.segment.visible_scores::<S>(query, from));
+            }
+            let (old, segment) = (*max, S::largest(largest));
+            let new = if old > segment { old } else { segment };
+            let new_lanes = S::splat(new);
+            let mut sum = S::splat(0.0);
+            for from in (0..count).step_by(LANES) {
+                let score = self.segment.visible_scores::<S>(query, from);
+                let weight = exp::<S>(S::sub(score, new_lanes));
+                S::store(weights.add(from), weight);
+                sum = S::add(sum, weight);
+            }
+            let rescale = exp::<S>(S::sub(S::splat(old), new_lanes));
+            // The same product in every lane; one lane of it is the scalar.
+            let scaled = S::fma(S::splat(*total), rescale, S::splat(S::sum(sum)));
+            S::store_partial(total, scaled, 1);
+            *max = new;
+            for i in (0..padded).step_by(LANES) {
+                S::store(sums.add(i), S::mul(S::load(sums.add(i)), rescale));
+            }
+        }
+    }
+}
+
+/// Adds weighted values to the sums of some neighbouring queries.
 #[derive(Clone, Copy)]
-pub(super) struct WeightedSum<const M: usize> {
+pub(super) struct WeightedSum {
     /// Weights of the first query, [`ATTENTION_SEGMENT`] each.
     pub weights: *const f32,
     /// Pointers to the values `[dim]` of the segment's positions.
@@ -132,31 +119,33 @@ pub(super) struct WeightedSum<const M: usize> {
     pub dim: usize,
 }
 
-impl<const M: usize> WeightedSum<M> {
-    /// Runs for `queries` queries (1..=6), in the shape that holds them.
+impl WeightedSum {
+    /// Runs for `queries` queries (1..=6).
     ///
     /// # Safety
-    /// As the kernel, for `queries` queries.
-    pub(super) unsafe fn run_for(self, isa: Isa, queries: usize) {
+    /// `queries` queries have weights and sums, positions `from..to` have weights and values, and
+    /// the machine supports `isa`.
+    pub(super) unsafe fn run(self, isa: Isa, queries: usize) {
         // SAFETY: passed on to the caller.
         unsafe {
             match queries {
-                1 => isa.run(self.rows::<1>()),
-                2 => isa.run(self.rows::<2>()),
-                3 => isa.run(self.rows::<3>()),
-                4 => isa.run(self.rows::<4>()),
-                5 => isa.run(self.rows::<5>()),
-                6 => isa.run(self.rows::<6>()),
-                _ => unreachable!("shapes hold up to 6 queries"),
+                1 => isa.run(SumRows::<1>(self)),
+                2 => isa.run(SumRows::<2>(self)),
+                3 => isa.run(SumRows::<3>(self)),
+                4 => isa.run(SumRows::<4>(self)),
+                5 => isa.run(SumRows::<5>(self)),
+                6 => isa.run(SumRows::<6>(self)),
+                _ => unreachable!("shapes hold 1 to 6 queries, not {queries}"),
             }
         }
     }
+}
 
-    fn rows<const N: usize>(self) -> WeightedSum<N> {
-        let Self { weights, values, from, to, sums, dim } = self;
-        WeightedSum { weights, values, from, to, sums, dim }
-    }
+/// [`WeightedSum`] of `M` queries in registers.
+#[derive(Clone, Copy)]
+struct SumRows<const M: usize>(WeightedSum);
 
+impl<const M: usize> SumRows<M> {
     /// The lanes `first..first + T * 16` of all queries; with `PART`, only `dim - first` of them
     /// exist.
     ///
@@ -164,24 +153,25 @@ impl<const M: usize> WeightedSum<M> {
     /// As the kernel.
     #[inline(always)]
     unsafe fn lanes<S: Simd, const T: usize, const PART: bool>(&self, first: usize) {
-        let padded = self.dim.next_multiple_of(LANES);
+        let op = &self.0;
+        let padded = op.dim.next_multiple_of(LANES);
         // SAFETY: `first + T * 16` is at most `padded`, and values are read up to `dim`.
         unsafe {
             let mut acc = [[S::splat(0.0); T]; M];
             for m in 0..M {
                 for t in 0..T {
-                    acc[m][t] = S::load(self.sums.add(m * padded + first + t * LANES));
+                    acc[m][t] = S::load(op.sums.add(m * padded + first + t * LANES));
                 }
             }
-            for p in self.from..self.to {
-                let value = (*self.values.add(p)).add(first);
+            for p in op.from..op.to {
+                let value = (*op.values.add(p)).add(first);
                 let mut v = [S::splat(0.0); T];
                 for t in 0..T {
                     let at = value.add(t * LANES);
-                    v[t] = if PART { S::load_partial(at, self.dim - first) } else { S::load(at) };
+                    v[t] = if PART { S::load_partial(at, op.dim - first) } else { S::load(at) };
                 }
                 for m in 0..M {
-                    let weight = S::splat(*self.weights.add(m * ATTENTION_SEGMENT + p));
+                    let weight = S::splat(*op.weights.add(m * ATTENTION_SEGMENT + p));
                     for t in 0..T {
                         acc[m][t] = S::fma(weight, v[t], acc[m][t]);
                     }
@@ -189,21 +179,22 @@ impl<const M: usize> WeightedSum<M> {
             }
             for m in 0..M {
                 for t in 0..T {
-                    S::store(self.sums.add(m * padded + first + t * LANES), acc[m][t]);
+                    S::store(op.sums.add(m * padded + first + t * LANES), acc[m][t]);
                 }
             }
         }
     }
 }
 
-impl<const M: usize> Kernel for WeightedSum<M> {
+impl<const M: usize> Kernel for SumRows<M> {
     type Output = ();
 
     /// # Safety
-    /// `M` queries have weights and sums; positions `from..to` have weights and values.
+    /// As [`WeightedSum::run`], for `M` queries.
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let tiles = self.dim / LANES;
+        let op = &self.0;
+        let tiles = op.dim / LANES;
         let mut tile = 0;
         // SAFETY: the lanes given to `lanes` lie inside the head.
         unsafe {
@@ -221,7 +212,7 @@ impl<const M: usize> Kernel for WeightedSum<M> {
                 self.lanes::<S, 1, false>(tile * LANES);
                 tile += 1;
             }
-            if tile * LANES < self.dim {
+            if tile * LANES < op.dim {
                 self.lanes::<S, 1, true>(tile * LANES);
             }
         }

@@ -19,11 +19,12 @@
 //! so each key and value is loaded once for all of them.
 
 mod kernels;
+mod scores;
 mod task;
 
 use super::kv_cache::CpuKvCache;
 use super::pool::ThreadPool;
-use super::simd::{Isa, LANES};
+use super::simd::Isa;
 use super::tensor::{RowsIn, RowsOut};
 use crate::{Attention, AttentionRow};
 use lockstep_core::limits::ATTENTION_SEGMENT;
@@ -31,12 +32,13 @@ use task::TaskRun;
 
 /// Largest head; bounds the scratch memory.
 pub(super) const HEAD_DIM_MAX: usize = 512;
-/// Queries (tokens times heads) of a task at most. 32 keep scores, sums, and a segment of keys and
-/// values within the first two cache levels and amortise each load of them.
-const TASK_QUERIES: usize = 32;
+/// Queries (tokens times heads) of a task at most: enough to amortise turning a segment of keys,
+/// few enough that scores and sums stay in the second-level cache.
+const TASK_QUERIES: usize = 64;
 
 /// Scratch elements of each thread.
-pub(super) const SCRATCH_LEN: usize = TASK_QUERIES * (ATTENTION_SEGMENT + HEAD_DIM_MAX + LANES);
+pub(super) const SCRATCH_LEN: usize =
+    TASK_QUERIES * (ATTENTION_SEGMENT + HEAD_DIM_MAX + 2) + HEAD_DIM_MAX * ATTENTION_SEGMENT;
 
 /// Some tokens of one request times some query heads of one KV head.
 #[derive(Clone, Copy)]
@@ -53,14 +55,10 @@ pub(super) struct Task {
 }
 
 /// Cuts a batch into tasks; `tasks` keeps its memory between steps.
-fn plan(tasks: &mut Vec<Task>, rows: &[AttentionRow], kv_heads: usize, group: usize, threads: usize) {
+fn plan(tasks: &mut Vec<Task>, rows: &[AttentionRow], kv_heads: usize, group: usize) {
     tasks.clear();
     let heads = group.min(TASK_QUERIES);
     let tokens = (TASK_QUERIES / heads).max(1) as u32;
-    let count: u32 = rows.iter().map(|r| r.token_count.div_ceil(tokens)).sum();
-    // With fewer KV heads than threads can share evenly, the heads of a group are shared out too.
-    let scarce = threads > 1 && (count as usize * kv_heads) < 4 * threads;
-    let heads = if scarce { heads.div_ceil(2) } else { heads };
     for (index, row) in rows.iter().enumerate() {
         // Late tokens see more positions: they come first, so that the end is evened out by
         // small tasks.
@@ -111,7 +109,7 @@ pub(super) fn attention(
     assert_eq!(out.cols, shape.local_heads * dim, "out has the columns of the query heads");
     assert_eq!(cache.layout().head_dim, dim, "the cache is made for these heads");
     let group = shape.local_heads / shape.local_kv_heads;
-    plan(runtime.tasks, args.batch.rows, shape.local_kv_heads, group, runtime.pool.threads());
+    plan(runtime.tasks, args.batch.rows, shape.local_kv_heads, group);
     let (tasks, isa, scratch) = (&*runtime.tasks, runtime.isa, runtime.scratch);
     runtime.pool.run(tasks.len(), &|index, thread| {
         // SAFETY: the scratch row of a thread is used by one chunk at a time.

@@ -1,6 +1,7 @@
 //! One task of attention: the walk over the segments.
 
-use super::kernels::{Normalise, Scores, Softmax, WeightedSum};
+use super::kernels::{Normalise, Segment, Softmax, WeightedSum};
+use super::scores::scores;
 use super::{HEAD_DIM_MAX, TASK_QUERIES, Task};
 use crate::cpu::kv_cache::CpuKvCache;
 use crate::cpu::simd::{Isa, LANES};
@@ -8,11 +9,38 @@ use crate::cpu::tensor::{RowsIn, RowsOut};
 use crate::{Attention, AttentionRow};
 use lockstep_core::PageId;
 use lockstep_core::limits::ATTENTION_SEGMENT;
+use std::ops::Range;
 
 /// Where the keys and values of a segment's positions are.
 struct SegmentRows {
     k: [*const f32; ATTENTION_SEGMENT],
     v: [*const f32; ATTENTION_SEGMENT],
+}
+
+/// A task's part of the thread's scratch memory.
+struct Memory<'a> {
+    /// `[queries][64]`.
+    weights: &'a mut [f32],
+    /// `[queries][padded]`.
+    sums: &'a mut [f32],
+    max: &'a mut [f32],
+    total: &'a mut [f32],
+    /// `[dim][64]`.
+    turned: &'a mut [f32],
+}
+
+impl<'a> Memory<'a> {
+    /// Cuts the scratch memory and clears the sums of `queries` queries.
+    fn new(scratch: &'a mut [f32], queries: usize, padded: usize) -> Self {
+        let (weights, rest) = scratch.split_at_mut(TASK_QUERIES * ATTENTION_SEGMENT);
+        let (sums, rest) = rest.split_at_mut(TASK_QUERIES * HEAD_DIM_MAX);
+        let (max, rest) = rest.split_at_mut(TASK_QUERIES);
+        let (total, turned) = rest.split_at_mut(TASK_QUERIES);
+        sums[..queries * padded].fill(0.0);
+        max[..queries].fill(f32::NEG_INFINITY);
+        total[..queries].fill(0.0);
+        Self { weights, sums, max, total, turned }
+    }
 }
 
 /// A task with all it needs. Queries are numbered `token * heads + head` within the task.
@@ -57,41 +85,47 @@ impl<'a> TaskRun<'a> {
     pub(super) fn run(&self, scratch: &mut [f32], out: RowsOut<'_>) {
         let queries = (self.task.tokens * self.task.heads) as usize;
         let padded = self.dim.next_multiple_of(LANES);
-        let (weights, rest) = scratch.split_at_mut(TASK_QUERIES * ATTENTION_SEGMENT);
-        let (sums, state) = rest.split_at_mut(TASK_QUERIES * HEAD_DIM_MAX);
-        let (max, total) = state.split_at_mut(TASK_QUERIES);
-        sums[..queries * padded].fill(0.0);
-        max[..queries].fill(f32::NEG_INFINITY);
-        total[..queries].fill(0.0);
+        let mut memory = Memory::new(scratch, queries, padded);
+        let mut q = [std::ptr::null(); TASK_QUERIES];
+        for query in 0..queries {
+            let (token, head) = self.place(query);
+            q[query] = self.qkv.row(token)[head * self.dim..][..self.dim].as_ptr();
+        }
         let positions = self.visible(queries - 1);
-        for segment in (0..positions).step_by(ATTENTION_SEGMENT) {
-            let rows = self.segment_rows(segment, positions.min(segment + ATTENTION_SEGMENT));
+        let mut counts = [0; TASK_QUERIES];
+        for first in (0..positions).step_by(ATTENTION_SEGMENT) {
+            let rows = self.segment_rows(first, positions);
             for query in 0..queries {
-                let count = self.visible(query).saturating_sub(segment).min(ATTENTION_SEGMENT);
-                if count == 0 {
-                    continue;
-                }
-                let weights = &mut weights[query * ATTENTION_SEGMENT..][..ATTENTION_SEGMENT];
-                let sums = &mut sums[query * padded..][..padded];
-                self.weigh(query, count, &rows, weights);
-                let softmax = Softmax {
-                    weights: weights.as_mut_ptr(),
-                    count,
-                    max: &raw mut max[query],
-                    total: &raw mut total[query],
-                    sums: sums.as_mut_ptr(),
-                    padded,
-                };
-                // SAFETY: 64 weights and `padded` sums of this query; `count` is 1..=64.
-                unsafe { self.isa.run(softmax) };
+                counts[query] = self.visible(query).saturating_sub(first).min(ATTENTION_SEGMENT);
             }
-            self.add_values(segment, queries, &rows, (weights, sums));
+            let segment = Segment {
+                queries,
+                q: q.as_ptr(),
+                counts: counts.as_ptr(),
+                k: rows.k.as_ptr(),
+                weights: memory.weights.as_mut_ptr(),
+                dim: self.dim,
+                scale: 1.0 / (self.dim as f32).sqrt(),
+            };
+            let softmax = Softmax {
+                segment,
+                max: memory.max.as_mut_ptr(),
+                total: memory.total.as_mut_ptr(),
+                sums: memory.sums.as_mut_ptr(),
+            };
+            // SAFETY: `q`, `counts` and the task's memory hold `queries` entries, `rows` 64 keys that
+            // exist, and `turned` the keys of the largest head.
+            unsafe {
+                scores(self.isa, segment, memory.turned.as_mut_ptr());
+                self.isa.run(softmax);
+            }
+            self.add_values(&counts[..queries], &rows, &mut memory);
         }
         for query in 0..queries {
             let (token, head) = self.place(query);
             let normalise = Normalise {
-                sums: sums[query * padded..].as_ptr(),
-                total: total[query],
+                sums: memory.sums[query * padded..].as_ptr(),
+                total: memory.total[query],
                 out: out.pointer(token, head * self.dim),
                 len: self.dim,
             };
@@ -112,9 +146,11 @@ impl<'a> TaskRun<'a> {
         (token, self.first_head + query % heads)
     }
 
-    /// Pointers to the keys and values of positions `from..to`; the places after `to` repeat the
-    /// last one, so that lanes without a position read something that exists.
-    fn segment_rows(&self, from: usize, to: usize) -> SegmentRows {
+    /// Pointers to the keys and values of the segment that starts at `from` of `positions`
+    /// positions; places after the last one repeat it, so that lanes without a position read
+    /// something that exists.
+    fn segment_rows(&self, from: usize, positions: usize) -> SegmentRows {
+        let to = positions.min(from + ATTENTION_SEGMENT);
         let page_size = self.cache.layout().page_size;
         let mut rows = SegmentRows { k: [std::ptr::null(); _], v: [std::ptr::null(); _] };
         let mut position = from;
@@ -136,68 +172,35 @@ impl<'a> TaskRun<'a> {
         rows
     }
 
-    /// Scores of query `query` against the first `count` positions of the segment.
-    fn weigh(&self, query: usize, count: usize, rows: &SegmentRows, scores: &mut [f32]) {
-        let (token, head) = self.place(query);
-        let q = self.qkv.row(token)[head * self.dim..][..self.dim].as_ptr();
-        let scale = 1.0 / (self.dim as f32).sqrt();
-        let call = |lanes: usize| (q, &raw const rows.k[lanes * LANES]);
-        for lanes in 0..count.div_ceil(LANES) {
-            let (q, k) = call(lanes);
-            let out = scores[lanes * LANES..].as_mut_ptr();
-            // SAFETY: 16 pointers to keys of `dim` elements each, a query of `dim` elements and 16
-            // scores to write.
-            unsafe {
-                match self.dim {
-                    32 => self.isa.run(Scores::<2> { q, k, out, dim: self.dim, scale }),
-                    64 => self.isa.run(Scores::<4> { q, k, out, dim: self.dim, scale }),
-                    80 => self.isa.run(Scores::<5> { q, k, out, dim: self.dim, scale }),
-                    96 => self.isa.run(Scores::<6> { q, k, out, dim: self.dim, scale }),
-                    128 => self.isa.run(Scores::<8> { q, k, out, dim: self.dim, scale }),
-                    _ => self.isa.run(Scores::<0> { q, k, out, dim: self.dim, scale }),
-                }
-            }
-        }
-    }
-
     /// Adds the weighted values of the segment to the sums of all queries. Neighbouring queries
     /// share each load of a value for the positions that all of them see; what only some see
     /// follows for each alone, so that the order within a query stays ascending.
-    fn add_values(
-        &self,
-        segment: usize,
-        queries: usize,
-        rows: &SegmentRows,
-        (weights, sums): (&[f32], &mut [f32]),
-    ) {
+    fn add_values(&self, counts: &[usize], rows: &SegmentRows, memory: &mut Memory<'_>) {
         let padded = self.dim.next_multiple_of(LANES);
-        let count = |query: usize| self.visible(query).saturating_sub(segment).min(ATTENTION_SEGMENT);
-        let shape_rows = if self.isa.accumulators() >= 24 { 6 } else { 3 };
-        let mut first = 0;
-        while first < queries {
-            let group = shape_rows.min(queries - first);
-            let common = count(first);
-            let mut call = |query: usize, group: usize, positions: std::ops::Range<usize>| {
-                if positions.is_empty() {
-                    return;
-                }
-                let sum = WeightedSum::<1> {
-                    weights: weights[query * ATTENTION_SEGMENT..].as_ptr(),
-                    values: rows.v.as_ptr(),
-                    from: positions.start,
-                    to: positions.end,
-                    sums: sums[query * padded..].as_mut_ptr(),
-                    dim: self.dim,
-                };
-                // SAFETY: `group` queries from `query` on have weights and sums, and the positions
-                // have values.
-                unsafe { sum.run_for(self.isa, group) };
-            };
-            call(first, group, 0..common);
-            for query in first + 1..first + group {
-                call(query, 1, common..count(query));
+        let mut add = |query: usize, group: usize, positions: Range<usize>| {
+            if positions.is_empty() {
+                return;
             }
-            first += group;
+            let sum = WeightedSum {
+                weights: memory.weights[query * ATTENTION_SEGMENT..].as_ptr(),
+                values: rows.v.as_ptr(),
+                from: positions.start,
+                to: positions.end,
+                sums: memory.sums[query * padded..].as_mut_ptr(),
+                dim: self.dim,
+            };
+            // SAFETY: `group` queries from `query` on have weights and sums, and the positions
+            // have values.
+            unsafe { sum.run(self.isa, group) };
+        };
+        let group_max = if self.isa.accumulators() >= 24 { 6 } else { 3 };
+        for first in (0..counts.len()).step_by(group_max) {
+            let group = group_max.min(counts.len() - first);
+            // Counts ascend: what the first query sees, all see.
+            add(first, group, 0..counts[first]);
+            for query in first + 1..first + group {
+                add(query, 1, counts[first]..counts[query]);
+            }
         }
     }
 }

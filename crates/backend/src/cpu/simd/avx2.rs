@@ -177,6 +177,25 @@ impl Simd for Avx2 {
     }
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn transpose(v: [Self::V; LANES]) -> [Self::V; LANES] {
+        let mut lanes = [[0.0f32; LANES]; LANES];
+        for i in 0..LANES {
+            // SAFETY: each row has 16 elements.
+            unsafe { Self::store(lanes[i].as_mut_ptr(), v[i]) };
+        }
+        let mut out = v;
+        for i in 0..LANES {
+            let mut column = [0.0f32; LANES];
+            for j in 0..LANES {
+                column[j] = lanes[j][i];
+            }
+            // SAFETY: the column has 16 elements.
+            out[i] = unsafe { Self::load(column.as_ptr()) };
+        }
+        out
+    }
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn prefetch(p: *const u8) {
         _mm_prefetch::<_MM_HINT_T0>(p.cast())
     }

@@ -193,6 +193,36 @@ impl Simd for Avx512 {
     }
     #[inline]
     #[target_feature(enable = "avx512f")]
+    unsafe fn transpose(v: [Self::V; LANES]) -> [Self::V; LANES] {
+        // Four rows at a time: afterwards chunk c (four lanes) of row k holds column 4c + k of
+        // these four rows.
+        let mut a = v;
+        for g in (0..LANES).step_by(4) {
+            let (lo01, hi01) = (_mm512_unpacklo_ps(v[g], v[g + 1]), _mm512_unpackhi_ps(v[g], v[g + 1]));
+            let (lo23, hi23) =
+                (_mm512_unpacklo_ps(v[g + 2], v[g + 3]), _mm512_unpackhi_ps(v[g + 2], v[g + 3]));
+            let pd = |x| _mm512_castps_pd(x);
+            a[g] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(lo01), pd(lo23)));
+            a[g + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(lo01), pd(lo23)));
+            a[g + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(hi01), pd(hi23)));
+            a[g + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(hi01), pd(hi23)));
+        }
+        // Then the chunks of each k change places with the four groups.
+        let mut out = a;
+        for k in 0..4 {
+            let lo01 = _mm512_shuffle_f32x4::<0b01_00_01_00>(a[k], a[k + 4]);
+            let hi01 = _mm512_shuffle_f32x4::<0b11_10_11_10>(a[k], a[k + 4]);
+            let lo23 = _mm512_shuffle_f32x4::<0b01_00_01_00>(a[k + 8], a[k + 12]);
+            let hi23 = _mm512_shuffle_f32x4::<0b11_10_11_10>(a[k + 8], a[k + 12]);
+            out[k] = _mm512_shuffle_f32x4::<0b10_00_10_00>(lo01, lo23);
+            out[k + 4] = _mm512_shuffle_f32x4::<0b11_01_11_01>(lo01, lo23);
+            out[k + 8] = _mm512_shuffle_f32x4::<0b10_00_10_00>(hi01, hi23);
+            out[k + 12] = _mm512_shuffle_f32x4::<0b11_01_11_01>(hi01, hi23);
+        }
+        out
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
     unsafe fn prefetch(p: *const u8) {
         _mm_prefetch::<_MM_HINT_T0>(p.cast())
     }

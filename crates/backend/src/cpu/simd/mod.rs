@@ -172,6 +172,8 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn largest(v: Self::V) -> f32;
     /// Lane `i` = [`Simd::sum`] of `v[i]`.
     unsafe fn sums(v: [Self::V; LANES]) -> Self::V;
+    /// Lane `j` of `v[i]` and lane `i` of `v[j]` change places.
+    unsafe fn transpose(v: [Self::V; LANES]) -> [Self::V; LANES];
     /// Hints that the cache line of `p` is needed soon; `p` need not be valid.
     unsafe fn prefetch(p: *const u8);
 }

@@ -126,5 +126,9 @@ impl Simd for Portable {
         v.map(|x| tree(x, |a, b| a + b))
     }
     #[inline(always)]
+    unsafe fn transpose(v: [Self::V; LANES]) -> [Self::V; LANES] {
+        std::array::from_fn(|i| std::array::from_fn(|j| v[j][i]))
+    }
+    #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
 }

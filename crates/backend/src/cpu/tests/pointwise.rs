@@ -32,7 +32,7 @@ impl Kernel for Lanes<'_> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) -> Self::Output {
-        let mut out = vec![0.0; 5 * LANES];
+        let mut out = vec![0.0; (5 + LANES) * LANES];
         // SAFETY: every array has 16 elements and `n` is at most 16.
         unsafe {
             let mut v = [S::splat(0.0); LANES];
@@ -45,6 +45,10 @@ impl Kernel for Lanes<'_> {
             S::store_partial(out[3 * LANES..].as_mut_ptr(), v[0], self.1);
             let partial = S::load_partial(self.0[1].as_ptr(), self.1);
             S::store(out[4 * LANES..].as_mut_ptr(), S::keep_first(v[2], self.1, partial));
+            let turned = S::transpose(v);
+            for i in 0..LANES {
+                S::store(out[(5 + i) * LANES..].as_mut_ptr(), turned[i]);
+            }
         }
         out
     }
@@ -57,6 +61,7 @@ fn lane_operations_give_the_same_bits_on_every_instruction_set() {
         let lanes: [[f32; LANES]; LANES] = std::array::from_fn(|_| std::array::from_fn(|_| random.value()));
         let n = round % (LANES + 1);
         let mut want = vec![0.0; 5 * LANES];
+        want.extend((0..LANES * LANES).map(|i| lanes[i % LANES][i / LANES]));
         for i in 0..LANES {
             want[i] = reference::tree(lanes[i]);
             want[LANES + i] = lanes[i].iter().copied().fold(f32::MIN, f32::max);

@@ -31,7 +31,7 @@ pub fn exp(x: f32) -> f32 {
     let clamped = if 89.0 < x { 89.0 } else { x };
     let rounded = clamped.mul_add(std::f32::consts::LOG2_E, 12_582_912.0);
     let n = rounded - 12_582_912.0;
-    let r = n.mul_add(2.121_944_4e-4, n.mul_add(-0.693_359_375, clamped));
+    let r = n.mul_add(2.121_944_4e-4, n.mul_add(-355.0 / 512.0, clamped));
     let mut p = 1.987_569_1e-4f32;
     for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
         p = p.mul_add(r, c);
