@@ -13,7 +13,7 @@ use crate::exchange::{Announcement, Exchange};
 use crate::runner::Runner;
 use crate::{EngineError, Result};
 use lockstep_comm::group::{Patience, ProcessGroup};
-use lockstep_core::TokenId;
+use lockstep_core::{PageId, TokenId};
 use lockstep_scheduler::{Event, Request, Scheduler, StepPlan};
 use lockstep_wire::{Begin, EngineInfo, SubmitRequest, ToScheduler, TokenOut};
 use std::time::Duration;
@@ -55,6 +55,7 @@ struct LoopState {
     in_flight: usize,
     tokens: Vec<TokenId>,
     events: Vec<Event>,
+    freed: Vec<PageId>,
     stopping: bool,
 }
 
@@ -72,15 +73,21 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         Self { role, group, scheduler, runner, exchange, settings, info, state: LoopState::default() }
     }
 
-    /// Steps until a shutdown message has been applied and nothing is in flight.
+    /// Steps until a shutdown message has been applied, nothing is in flight and all results are sent.
     pub fn run(&mut self) -> Result<()> {
+        self.run_watched(|_| ())
+    }
+
+    /// [`run`](Self::run), showing the scheduler to `watch` after every step: for the simulator's checks.
+    pub fn run_watched(&mut self, mut watch: impl FnMut(&Scheduler)) -> Result<()> {
         while !self.state.stopping {
             self.step()?;
+            watch(&self.scheduler);
         }
         while self.state.in_flight > 0 {
             self.read_oldest()?;
         }
-        Ok(())
+        self.send_results()
     }
 
     /// Gives the links back after the loop has ended.
@@ -110,8 +117,12 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
     /// Messages of this step, the same on every rank, applied in order.
     fn receive(&mut self) -> Result<()> {
         let idle = !self.scheduler.has_work() && self.state.in_flight == 0;
-        let patience =
-            if idle { Patience::Idle } else { Patience::Deadline(self.settings.collective_timeout) };
+        // Rank 0 waits for work in its inbox; when it gets here, the others must be here or on their way.
+        let may_wait_for_work = idle && matches!(self.role, Role::Follower(_));
+        let patience = match may_wait_for_work {
+            true => Patience::Idle,
+            false => Patience::Deadline(self.settings.collective_timeout),
+        };
         let mut inbox = std::mem::take(&mut self.state.inbox);
         let mut stamp_ms = 0;
         if let Role::Primary(primary) = &mut self.role {
@@ -167,7 +178,13 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
 
     /// Whether a step was launched.
     fn plan_and_launch(&mut self) -> Result<bool> {
-        if !self.scheduler.plan_into(&mut self.state.plan) {
+        let planned = self.scheduler.plan_into(&mut self.state.plan);
+        if self.scheduler.config().track_freed {
+            self.state.freed.clear();
+            self.scheduler.take_freed_pages(&mut self.state.freed);
+            self.runner.poison(&self.state.freed)?;
+        }
+        if !planned {
             return Ok(false);
         }
         self.runner.launch(&self.state.plan)?;

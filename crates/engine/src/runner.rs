@@ -4,7 +4,7 @@ use crate::sampler::{Sampler, argmax};
 use crate::{EngineError, Result};
 use lockstep_backend::{AttentionBatch, AttentionRow, Backend};
 use lockstep_comm::collective::Collective;
-use lockstep_core::{SamplingParams, StepId, TokenId};
+use lockstep_core::{PageId, SamplingParams, StepId, TokenId};
 use lockstep_model::{Decoder, ForwardInput, Workspace};
 use lockstep_scheduler::{PlanRow, RowInput, StepPlan};
 use std::collections::VecDeque;
@@ -16,6 +16,12 @@ pub trait Runner {
     fn launch(&mut self, plan: &StepPlan) -> Result<()>;
     /// Waits for the oldest launched step; its tokens replace `tokens`, one per sampling row.
     fn collect(&mut self, tokens: &mut Vec<TokenId>) -> Result<StepId>;
+    /// Makes the content of freed pages unusable, so that whoever still reads them is found out. Called
+    /// between plan and launch, and only when the scheduler tracks freed pages; they may already belong to
+    /// a row of the plan about to be launched. Does nothing unless implemented.
+    fn poison(&mut self, _freed: &[PageId]) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// The runner of one rank: a decoder shard, its KV pool and the sampler.
