@@ -31,7 +31,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("launch", &["core", "wire", "comm"]),
     ("sim", &["core", "wire", "comm", "kvcache", "scheduler", "engine"]),
     ("testkit", &[]),
-    ("xtask", &["core"]),
+    ("xtask", &["sim"]),
     ("cli", &["core", "wire", "comm", "weights", "backend", "model", "kvcache", "scheduler", "engine",
               "tokenizer", "api", "launch", "sim"]),
 ];
