@@ -35,22 +35,20 @@ fn main() {
 /// The command line, or one sentence about what is wrong with it. Help and version end here.
 fn parse() -> Result<Cli> {
     Cli::try_parse().map_err(|error| {
-        if !error.use_stderr() {
-            // Help was asked for: it is the answer.
+        let help = clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand;
+        if !error.use_stderr() || error.kind() == help {
+            // Help was asked for, or nothing was: it is the answer.
             let _ = error.print();
-            return CliError::new(ExitCode::Drained, "");
+            let code = if error.use_stderr() { ExitCode::Flags } else { ExitCode::Drained };
+            return CliError::new(code, "");
         }
         let text = error.to_string();
-        let sentence = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
-        let details = text
-            .lines()
-            .skip(1)
-            .map(str::trim)
-            .take_while(|l| !l.starts_with("Usage"))
-            .filter(|l| !l.is_empty());
+        let mut parts = text.split("\n\n").map(|part| part.split_whitespace().collect::<Vec<_>>().join(" "));
+        let sentence = parts.next().unwrap_or_default();
+        let tips: Vec<String> = parts.filter(|part| part.starts_with("tip:")).collect();
         let words: Vec<&str> =
-            std::iter::once(sentence).chain(details.filter(|l| !l.starts_with("For more"))).collect();
-        CliError::new(ExitCode::Flags, format!("{}; see `lockstep --help`", words.join(" ")))
+            std::iter::once(sentence.trim_start_matches("error: ")).chain(tips.iter().map(String::as_str)).collect();
+        CliError::new(ExitCode::Flags, format!("{}; see `lockstep --help`", words.join("; ")))
     })
 }
 
