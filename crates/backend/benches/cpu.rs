@@ -1,7 +1,7 @@
 //! Speed of the CPU kernels next to what the machine gives in the same run.
 //!
-//! `cargo bench -p lockstep-backend [-- THREADS] [SECTION...]` prints memory bandwidth, FMA rate, and each kernel
-//! with its share of them. Shares compare across machines and loads; plain figures do not.
+//! `cargo bench -p lockstep-backend [-- THREADS] [SECTION...]` prints memory bandwidth, FMA rate, and
+//! each kernel with its share of them. Shares compare across machines and loads; plain figures do not.
 
 use lockstep_backend::cpu::probe::{self, AttentionShape, MatmulShape};
 use lockstep_backend::cpu::{CpuOptions, Isa};
@@ -53,7 +53,7 @@ fn decode(options: &CpuOptions) {
             let time = probe::matmul_time(options.clone(), shape).expect(MAPPED).as_secs_f64();
             let gbs = shape.weight_bytes() as f64 / time / 1e9;
             println!(
-                "bf16 {rows:4} x {in_features} -> {out_features}: {:.1} us, {gbs:.1} GB/s = {:.0} % of memory",
+                "bf16 {rows:4} x {in_features} -> {out_features}: {:.1} us, {gbs:.1} GB/s, {:.0} % of memory",
                 time * 1e6,
                 gbs / bandwidth * 100.0
             );
@@ -74,7 +74,7 @@ fn gemm(options: &CpuOptions) {
                 let time = probe::matmul_time(options.clone(), shape).expect(MAPPED).as_secs_f64();
                 let gflops = shape.flops() / time / 1e9;
                 println!(
-                    "{} {rows:4} x {in_features} -> {out_features}: {gflops:.0} GFLOP/s = {:.0} % of {peak:.0}",
+                    "{} {rows:4} x {in_features} -> {out_features}: {gflops:.0} GFLOP/s, {:.0} % of {peak:.0}",
                     dtype.name(),
                     gflops / peak * 100.0
                 );

@@ -176,7 +176,7 @@ fn random_batches_are_bit_equal_to_the_reference() {
                 .collect();
             let chunk = random.pick(&[1, 7, 64, 200]);
             let what = format!(
-                "seed {seed} case {index} {} head_dim {head_dim} kv {kv_heads} group {group} page {} chunk {chunk}",
+                "seed {seed} case {index} {} dim {head_dim} kv {kv_heads} group {group} page {} chunk {chunk}",
                 backend.describe(),
                 case.page_size
             );
