@@ -15,6 +15,7 @@ use clap::Parser;
 use error::{CliError, Result};
 use flags::{BenchCommand, Cli, Command};
 use lockstep_core::ExitCode;
+use std::io::Write;
 
 fn main() {
     if let Some(entry) = lockstep_launch::child::enter() {
@@ -24,7 +25,8 @@ fn main() {
         Ok(()) => ExitCode::Drained,
         Err(CliError { code, message }) => {
             if !message.is_empty() {
-                eprintln!("lockstep: {message}");
+                // Not eprintln!, which panics when nobody reads stderr.
+                let _ = writeln!(std::io::stderr(), "lockstep: {message}");
             }
             code
         }
@@ -46,8 +48,9 @@ fn parse() -> Result<Cli> {
         let mut parts = text.split("\n\n").map(|part| part.split_whitespace().collect::<Vec<_>>().join(" "));
         let sentence = parts.next().unwrap_or_default();
         let tips: Vec<String> = parts.filter(|part| part.starts_with("tip:")).collect();
-        let words: Vec<&str> =
-            std::iter::once(sentence.trim_start_matches("error: ")).chain(tips.iter().map(String::as_str)).collect();
+        let words: Vec<&str> = std::iter::once(sentence.trim_start_matches("error: "))
+            .chain(tips.iter().map(String::as_str))
+            .collect();
         CliError::new(ExitCode::Flags, format!("{}; see `lockstep --help`", words.join("; ")))
     })
 }

@@ -8,7 +8,7 @@ mod common;
 
 use common::{REFUSAL_LIMIT, Served, command, rounds, serve, serve_with};
 use lockstep_testkit::fixtures::random_models;
-use lockstep_testkit::http::EventStream;
+use lockstep_testkit::http::{EventStream, HttpClient};
 use lockstep_testkit::process::{self, Signal, poll};
 use lockstep_testkit::server::{EXIT_LIMIT, Exit, Streamed, free_port};
 use lockstep_testkit::{Fixture, ServeCommand, Server, TempDir};
@@ -297,4 +297,48 @@ fn names_of_the_processes() {
     }
     assert_eq!(names.len(), 4, "the launcher and three children: {names:?}");
     served.server.stop();
+}
+
+/// A log that cannot be written, or that nobody reads, costs the log and nothing else.
+#[test]
+fn stderr_that_nobody_reads_stops_nothing() {
+    let temp = TempDir::new("stderr");
+    let model = Fixture::named("chain").write_into(temp.path());
+    // A closed pipe, a full disk, a pipe that fills up.
+    for sink in ["closed", "/dev/full", "unread"] {
+        let port = free_port();
+        let mut serve = std::process::Command::new(common::BINARY);
+        serve.args(["serve", "--tp", "2", "--threads", "1", "--log-level", "debug", "--model"]).arg(&model);
+        serve.args(["--port", &port.to_string()]).stdin(std::process::Stdio::null());
+        match sink {
+            "/dev/full" => {
+                serve.stderr(std::fs::OpenOptions::new().write(true).open(sink).expect("/dev/full"))
+            }
+            _ => serve.stderr(std::process::Stdio::piped()),
+        };
+        let mut server = serve.spawn().expect("the server starts");
+        let unread = if sink == "unread" {
+            server.stderr.take()
+        } else {
+            drop(server.stderr.take());
+            None
+        };
+        let client = HttpClient::local(port).with_limit(Duration::from_secs(5));
+        let up = poll(Duration::from_secs(20), || client.get("/health").ok().filter(|r| r.status == 200));
+        assert!(up.is_some(), "{sink}: the server never came up");
+        // Each unknown field and each request writes log lines: more than a pipe and its queue hold.
+        for i in 0..400 {
+            let field = format!("unknown_{i}_{}", "x".repeat(4000));
+            let body = json!({"prompt": "A", "max_tokens": 1, (field): 1});
+            let answer = client.post("/v1/completions", &body).expect("an answer");
+            assert_eq!(answer.status, 200, "{sink}, request {i}");
+        }
+        process::signal(server.id(), Signal::Term);
+        let ended = poll(EXIT_LIMIT, || server.try_wait().expect("a child of this test"));
+        if ended.is_none() {
+            server.kill().expect("a child of this test");
+        }
+        assert_eq!(ended.and_then(|status| status.code()), Some(0), "{sink}");
+        drop(unread);
+    }
 }

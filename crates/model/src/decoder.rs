@@ -7,7 +7,7 @@
 
 use crate::Result;
 use crate::layers::attention::{Attention, AttentionStep};
-use crate::layers::linear::Norm;
+use crate::layers::linear::{Norm, ResidualStream};
 use crate::layers::mlp::GatedMlp;
 use crate::layers::vocab::{VocabNames, VocabParallel};
 use crate::loader::Loader;
@@ -173,27 +173,15 @@ impl<B: Backend> Decoder<B> {
         backend.rms_norm(&w.residual, &first.weight, first.eps, tokens, &mut w.normed);
         for (i, layer) in self.layers.iter().enumerate() {
             layer.attention.forward(backend, &step, &w.normed, cache, (&mut w.qkv, &mut w.attended));
-            let streams = (&mut w.residual, &mut w.normed);
-            let norm = &layer.post_norm;
-            layer.attention.output.forward_add_norm(
-                (backend, tp),
-                &w.attended,
-                norm,
-                &mut w.partial,
-                streams,
-                tokens,
-            )?;
+            let output = &layer.attention.output;
+            let stream =
+                ResidualStream { partial: &mut w.partial, residual: &mut w.residual, normed: &mut w.normed };
+            output.forward_add_norm((backend, tp), &w.attended, &layer.post_norm, stream, tokens)?;
             layer.mlp.forward(backend, &w.normed, tokens, &mut w.gate_up, &mut w.gated);
             let next = self.layers.get(i + 1).map_or(&self.final_norm, |l| &l.input_norm);
-            let streams = (&mut w.residual, &mut w.normed);
-            layer.mlp.down.forward_add_norm(
-                (backend, tp),
-                &w.gated,
-                next,
-                &mut w.partial,
-                streams,
-                tokens,
-            )?;
+            let stream =
+                ResidualStream { partial: &mut w.partial, residual: &mut w.residual, normed: &mut w.normed };
+            layer.mlp.down.forward_add_norm((backend, tp), &w.gated, next, stream, tokens)?;
         }
         backend.gather_rows(&w.normed, input.logit_tokens, &mut w.last);
         let head = self.head.as_ref().unwrap_or(&self.embedding);

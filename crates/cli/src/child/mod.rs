@@ -38,7 +38,7 @@ pub fn run(entry: ChildEntry) -> i32 {
             return ExitCode::Internal.code();
         }
     };
-    logging::init(&config.label, &config.log_level);
+    logging::init(&config.label, &config.log_level, std::io::stderr);
     match config.part {
         Part::Rank(rank) => rank::run(&rank, entry.inherited),
         Part::Text(text) => text::run(&text),

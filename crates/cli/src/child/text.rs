@@ -1,6 +1,6 @@
 //! A text process: tokenizer, detokenizer, or both.
 
-use lockstep_comm::link::{Context, Endpoint, Receiver, Sender};
+use lockstep_comm::link::{Context, Endpoint, LinkError, Receiver, Sender};
 use lockstep_core::ExitCode;
 use lockstep_tokenizer::worker::{
     DetokenizerLinks, TokenizerLinks, run_detokenizer, run_shared, run_tokenizer,
@@ -63,22 +63,40 @@ pub fn run(config: &TextConfig) -> i32 {
         Ok(()) => ExitCode::Drained.code(),
         Err(error) => {
             tracing::error!("{error}");
-            exit_code(&error).code()
+            error.exit_code().code()
         }
     }
 }
 
-/// Whose fault it is: the model's files or the system.
-fn exit_code(error: &TokenizerError) -> ExitCode {
-    match error {
-        TokenizerError::Link(_) | TokenizerError::Thread(_) | TokenizerError::Panicked(_) => {
-            ExitCode::Internal
+/// Why a text process ended.
+#[derive(Debug, thiserror::Error)]
+enum TextError {
+    /// `--chat-template` names a file that is no template.
+    #[error("{0}")]
+    ChatTemplate(String),
+    /// The model's text side, or a link.
+    #[error(transparent)]
+    Text(#[from] TokenizerError),
+    /// A link.
+    #[error(transparent)]
+    Link(#[from] LinkError),
+}
+
+impl TextError {
+    /// Whose fault it is: the flags, the model's files or the system.
+    fn exit_code(&self) -> ExitCode {
+        match self {
+            TextError::ChatTemplate(_) => ExitCode::Flags,
+            TextError::Link(_)
+            | TextError::Text(
+                TokenizerError::Link(_) | TokenizerError::Thread(_) | TokenizerError::Panicked(_),
+            ) => ExitCode::Internal,
+            TextError::Text(_) => ExitCode::ModelFiles,
         }
-        _ => ExitCode::ModelFiles,
     }
 }
 
-fn try_run(config: &TextConfig) -> Result<(), TokenizerError> {
+fn try_run(config: &TextConfig) -> Result<(), TextError> {
     let context = Context::new();
     // Bind before loading: messages that come early wait in the socket.
     let tokens = |endpoint| Receiver::<ToDetokenizer>::bind(&context, endpoint);
@@ -89,30 +107,36 @@ fn try_run(config: &TextConfig) -> Result<(), TokenizerError> {
         Duties::Tokenize { inbox } => {
             let links =
                 TokenizerLinks { inbox: requests(inbox)?, scheduler: to_scheduler()?, api: to_api()? };
-            run_tokenizer(&load(config, &links.api)?, links)
+            Ok(run_tokenizer(&load(config, &links.api)?, links)?)
         }
         Duties::Detokenize { detokenizer } => {
             let links = DetokenizerLinks { inbox: tokens(detokenizer)?, api: to_api()? };
-            run_detokenizer(&load(config, &links.api)?, links)
+            Ok(run_detokenizer(&load(config, &links.api)?, links)?)
         }
         Duties::Both { inbox, detokenizer } => {
             let first =
                 TokenizerLinks { inbox: requests(inbox)?, scheduler: to_scheduler()?, api: to_api()? };
             let second = DetokenizerLinks { inbox: tokens(detokenizer)?, api: to_api()? };
             let model = load(config, &first.api)?;
-            run_shared(Arc::new(model), first, second)
+            Ok(run_shared(Arc::new(model), first, second)?)
         }
     }
 }
 
 /// Loads the text model and acknowledges.
-fn load(config: &TextConfig, api: &Sender<ToApi>) -> Result<TextModel, TokenizerError> {
+fn load(config: &TextConfig, api: &Sender<ToApi>) -> Result<TextModel, TextError> {
     let options = TextOptions {
         chat_template: config.chat_template.clone(),
         context_max: Some(config.context_max),
         vocab_size: Some(config.vocab_size),
     };
     let model = TextModel::load(&config.model, &options)?;
+    if let (Some(file), Some(error)) = (&config.chat_template, model.chat_error()) {
+        return Err(TextError::ChatTemplate(format!(
+            "--chat-template {} cannot be used: {error}",
+            file.display()
+        )));
+    }
     let chat_error = match config.duties {
         Duties::Detokenize { .. } => None,
         _ => model.chat_error().map(str::to_owned),

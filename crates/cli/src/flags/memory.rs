@@ -19,17 +19,22 @@ pub struct MemoryFlags {
     pub debug_num_pages: Vec<usize>,
 }
 
-/// Most pages of a pool.
-const NUM_PAGES_MAX: usize = 1 << 28;
+/// Most tokens of a pool: slots are numbered in 32 bits.
+const POOL_TOKENS_MAX: usize = u32::MAX as usize / 2;
 
 impl MemoryFlags {
-    /// Numbers are in their ranges.
-    pub fn check(&self) -> Result<()> {
+    /// Numbers are in their ranges, and so is the pool they make.
+    pub fn check(&self, page_size: usize) -> Result<()> {
         if !(self.memory_ratio > 0.0 && self.memory_ratio <= 1.0) {
-            bail!("--memory-ratio {} is outside (0, 1]", self.memory_ratio);
+            bail!("--memory-ratio {:?} is outside (0, 1]", self.memory_ratio);
         }
-        if self.num_pages.is_some_and(|n| n == 0 || n > NUM_PAGES_MAX) {
-            bail!("--num-pages {} is outside 1..={NUM_PAGES_MAX}", self.num_pages.unwrap_or(0));
+        for pages in self.num_pages.iter().chain(&self.debug_num_pages) {
+            let tokens = pages.saturating_mul(page_size);
+            if !(2..=POOL_TOKENS_MAX).contains(&tokens) {
+                bail!(
+                    "--num-pages {pages} of {page_size} tokens each make a pool of {tokens}; it must hold 2 to {POOL_TOKENS_MAX}"
+                );
+            }
         }
         Ok(())
     }

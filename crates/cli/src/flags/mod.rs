@@ -34,8 +34,10 @@ pub enum Command {
     Bench(BenchFlags),
 }
 
-/// Flags of `lockstep serve`.
+/// Flags of `lockstep serve`. Negative numbers parse as values, so that the message about them names
+/// the flag's range.
 #[derive(Args, Debug)]
+#[command(allow_negative_numbers = true)]
 pub struct ServeFlags {
     /// Which model.
     #[command(flatten)]

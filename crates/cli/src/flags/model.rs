@@ -54,6 +54,14 @@ impl ModelFlags {
         }
     }
 
+    /// Clients need a name to use.
+    pub fn check_served_name(&self) -> Result<()> {
+        match self.served_model_name.as_deref().map(str::trim) {
+            Some("") => bail!("--served-model-name is empty; give a name that clients can send"),
+            _ => Ok(()),
+        }
+    }
+
     /// The chat template file exists.
     pub fn check_chat_template(&self) -> Result<()> {
         match &self.chat_template {

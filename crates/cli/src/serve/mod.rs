@@ -18,11 +18,28 @@ use crate::error::{CliError, Result};
 use crate::flags::ServeFlags;
 use crate::logging;
 use lockstep_core::ExitCode;
+use lockstep_launch::StderrSink;
 use plan::ServePlan;
+use std::time::Duration;
 
-/// Runs a server until it is told to stop or cannot go on.
+/// How long the last lines may take to be written before the launcher ends without them.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Runs a server until it is told to stop or cannot go on. Says the last word itself, through the
+/// same queue as every log line, so that it comes last and an unread stderr cannot hold it up.
 pub fn run(flags: &ServeFlags) -> Result<()> {
-    logging::init("api", flags.logging.log_level.name());
+    let stderr = StderrSink::start().map_err(CliError::with(ExitCode::Internal))?;
+    let log = stderr.clone();
+    logging::init("api", flags.logging.log_level.name(), move || log.clone());
+    let ended = serve(flags, &stderr).map_err(|error| {
+        stderr.write_line(format!("lockstep: {}", error.message).as_bytes());
+        CliError::new(error.code, "")
+    });
+    stderr.flush_within(LAST_WORDS);
+    ended
+}
+
+fn serve(flags: &ServeFlags, stderr: &StderrSink) -> Result<()> {
     let limit = lockstep_launch::raise_fd_limit().map_err(CliError::with(ExitCode::Internal))?;
     tracing::debug!("file descriptor limit {limit:?}");
     let plan = ServePlan::new(flags)?;
@@ -32,7 +49,7 @@ pub fn run(flags: &ServeFlags) -> Result<()> {
         .build()
         .map_err(CliError::with(ExitCode::Internal))?;
     runtime.block_on(async {
-        let mut server = spawn::start(&plan)?;
+        let mut server = spawn::start(&plan, stderr)?;
         let facts = match ready::wait(&plan, &mut server).await {
             Ok(facts) => facts,
             Err(error) => return Err(server.end(error)),

@@ -72,6 +72,12 @@ impl ServePlan {
         eos_tokens.extend(lockstep_tokenizer::eos_tokens_of(&model_path).map_err(&model_files)?);
         eos_tokens.sort_unstable();
         eos_tokens.dedup();
+        if let Some(id) = eos_tokens.iter().find(|id| **id as usize >= model.vocab_size) {
+            tracing::warn!(
+                "end token {id} is outside the model's {} tokens and will never come",
+                model.vocab_size
+            );
+        }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let (rank_budget_bytes, budget_origin) = budget(flags.memory.memory_ratio, tp)?;
         Ok(Self {
@@ -116,10 +122,11 @@ fn check_flags(flags: &ServeFlags) -> anyhow::Result<()> {
     flags.model.check_device()?;
     flags.model.dtype()?;
     flags.model.check_chat_template()?;
+    flags.model.check_served_name()?;
     flags.server.check_grace()?;
     flags.parallel.check()?;
     flags.batching.check()?;
-    flags.memory.check()
+    flags.memory.check(flags.batching.page_size)
 }
 
 fn check_context(flags: &ServeFlags, model: &ModelConfig) -> Result<()> {
@@ -170,6 +177,7 @@ fn served_name(flags: &ServeFlags, path: &std::path::Path) -> String {
     if pull::is_catalogue_name(&flags.model.model) {
         return flags.model.model.clone();
     }
-    let name = if path.is_file() { path.file_stem() } else { path.file_name() };
+    let real = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let name = if real.is_file() { real.file_stem() } else { real.file_name() };
     name.map_or_else(|| flags.model.model.clone(), |n| n.to_string_lossy().into_owned())
 }

@@ -3,6 +3,7 @@
 use crate::error::{CliError, Result};
 use lockstep_core::ExitCode;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 
@@ -23,7 +24,12 @@ impl ReservedPort {
     /// such sockets may coexist until one listens, a brief test listener finds a running server.
     pub fn new(address: SocketAddr) -> Result<Self> {
         let taken = |error: std::io::Error| {
-            let hint = "stop that process or choose another --port";
+            let hint = match error.kind() {
+                ErrorKind::AddrInUse => "stop that process or choose another --port",
+                ErrorKind::AddrNotAvailable => "--host must be an address of this machine",
+                ErrorKind::PermissionDenied => "choose a --port above 1023",
+                _ => "choose another --host or --port",
+            };
             CliError::new(ExitCode::Flags, format!("cannot listen on {address}: {error}; {hint}"))
         };
         drop(TcpListener::bind(address).map_err(taken)?);

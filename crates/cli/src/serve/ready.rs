@@ -9,7 +9,7 @@ use lockstep_launch::{Event, ReadyTracker};
 use lockstep_wire::{EngineInfo, Ready, ToApi};
 use std::collections::BTreeMap;
 use std::io::IsTerminal;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What the children told about themselves.
 pub struct Facts {
@@ -28,6 +28,7 @@ pub async fn wait(plan: &ServePlan, server: &mut Server) -> Result<Facts> {
     let mut tracker = ReadyTracker::new(&plan.topology);
     let mut facts = Facts { engine: EngineInfo::default(), chat_error: None };
     let mut loading = Loading::new(plan.topology.tp_size);
+    let mut reminder = tokio::time::interval_at((started + REMINDER).into(), REMINDER);
     while !tracker.is_ready() {
         let Some(inbox) = &mut server.inbox else {
             return Err(CliError::new(ExitCode::Internal, "the inbox is gone"));
@@ -43,6 +44,9 @@ pub async fn wait(plan: &ServePlan, server: &mut Server) -> Result<Facts> {
                 }
                 other => tracing::debug!("before readiness: {other:?}"),
             },
+            _ = reminder.tick() => {
+                tracing::info!("still waiting for {:?} after {:.0} s", tracker.missing(), started.elapsed().as_secs_f64());
+            }
             event = server.events.recv() => match event {
                 Some(Event::Signal(signal)) => return Err(by_signal(signal)),
                 Some(event) => return Err(death(server, event).await),
@@ -56,7 +60,7 @@ pub async fn wait(plan: &ServePlan, server: &mut Server) -> Result<Facts> {
         tracing::warn!("{note}");
     }
     if let Some(reason) = &facts.chat_error {
-        tracing::warn!("chat requests will be refused: {reason}");
+        tracing::warn!("{reason}");
     }
     Ok(facts)
 }
@@ -68,6 +72,8 @@ pub fn by_signal(signal: i32) -> CliError {
 }
 
 const SIGINT: i32 = 2;
+/// How often the launcher says whom it waits for.
+const REMINDER: Duration = Duration::from_secs(10);
 
 async fn death(server: &mut Server, event: Event) -> CliError {
     let failure = match event {

@@ -121,7 +121,7 @@ impl Service {
             }
             Event::ChildDied { name, status, .. } => server.abort_group(&format!("{name} {status}")),
             Event::Failed(failure) => {
-                self.handle.fail(failure.to_string());
+                self.handle.fail(for_clients(&failure));
                 self.failure = Some(failure);
             }
             Event::ChildExited { .. } | Event::AllExited => {}
@@ -183,6 +183,11 @@ impl Service {
 }
 
 const SIGINT: i32 = 2;
+
+/// Who died of what; log lines stay in the log.
+fn for_clients(failure: &Failure) -> String {
+    format!("{} {} while {}", failure.process, failure.status, failure.phase)
+}
 
 fn flatten<T, E: std::fmt::Display>(
     joined: std::result::Result<std::result::Result<T, E>, JoinError>,

@@ -40,7 +40,7 @@ pub struct Server {
 }
 
 /// Starts every process of the plan. On an error nothing is left running.
-pub fn start(plan: &ServePlan) -> Result<Server> {
+pub fn start(plan: &ServePlan, stderr: &StderrSink) -> Result<Server> {
     let internal = CliError::with(ExitCode::Internal);
     let names = Names { prefix: random_prefix(), endpoints: plan.topology.endpoints() };
     let context = Context::new();
@@ -48,8 +48,8 @@ pub fn start(plan: &ServePlan) -> Result<Server> {
     let inbox = Receiver::bind(&context, &api).map_err(CliError::with(ExitCode::Internal))?;
     let region = Arc::new(shared_memory(plan.topology.tp_size)?);
     let abort = AbortHandle::new(&region).map_err(CliError::with(ExitCode::Internal))?;
-    let sink = StderrSink::start().map_err(CliError::with(ExitCode::Internal))?;
-    let (supervisor, events) = Supervisor::start(sink).map_err(CliError::with(ExitCode::Internal))?;
+    let (supervisor, events) =
+        Supervisor::start(stderr.clone()).map_err(CliError::with(ExitCode::Internal))?;
     for process in plan.topology.processes() {
         let spec = child_spec(plan, &names, process, &region).map_err(&internal)?;
         supervisor.spawn(spec).map_err(CliError::with(ExitCode::Internal))?;

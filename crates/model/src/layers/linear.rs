@@ -93,8 +93,8 @@ impl<B: Backend> RowParallel<B> {
         Ok(Self { weight, bias })
     }
 
-    /// The whole end of a half layer: partial sums into `partial`, reduced over the TP group, bias
-    /// added once, added to the residual stream, normed into `streams.1`.
+    /// The whole end of a half layer: partial sums reduced over the TP group, bias added once, added
+    /// to the residual stream, normed for the next half layer.
     ///
     /// **Collective: all ranks of the TP group.**
     pub fn forward_add_norm(
@@ -102,15 +102,25 @@ impl<B: Backend> RowParallel<B> {
         ctx: (&mut B, &dyn Collective),
         x: &B::Tensor,
         norm: &Norm<B>,
-        partial: &mut B::Tensor,
-        streams: (&mut B::Tensor, &mut B::Tensor),
+        stream: ResidualStream<'_, B>,
         rows: usize,
     ) -> Result<()> {
         let (backend, collective) = ctx;
-        backend.matmul(&self.weight, x, None, rows, partial);
+        backend.matmul(&self.weight, x, None, rows, stream.partial);
         let args = ReduceAddNorm { bias: self.bias.as_ref(), norm_weight: &norm.weight, norm_eps: norm.eps };
-        Ok(backend.reduce_add_norm(collective, args, partial, streams, rows)?)
+        let streams = (stream.residual, stream.normed);
+        Ok(backend.reduce_add_norm(collective, args, stream.partial, streams, rows)?)
     }
+}
+
+/// The buffers that pass from one half layer to the next, `[tokens, hidden]` each.
+pub struct ResidualStream<'a, B: Backend> {
+    /// Scratch for this rank's partial sums.
+    pub partial: &'a mut B::Tensor,
+    /// The residual stream, updated.
+    pub residual: &'a mut B::Tensor,
+    /// Its norm: the input of the next half layer.
+    pub normed: &'a mut B::Tensor,
 }
 
 /// RMSNorm (Zhang & Sennrich 2019), replicated.

@@ -177,8 +177,9 @@ impl Scheduler {
         let (waiting, waiting_max) = (self.queue.len(), self.config.waiting_max);
         if waiting >= waiting_max {
             return Err(Refusal::unavailable(format!(
-                "{waiting} requests are waiting and the limit is {waiting_max}; try again later"
-            )));
+                "the queue is full: {waiting} of at most {waiting_max} requests wait; try again later"
+            ))
+            .with_code("queue_full"));
         }
         Ok(())
     }
