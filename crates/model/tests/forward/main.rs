@@ -1,5 +1,7 @@
 //! The decoder as rank threads over real shared memory: right, and the same to the bit however it runs.
 
+#![allow(clippy::unwrap_used)] // helpers outside #[test] functions may panic too
+
 mod bit_equality;
 mod group;
 mod reference;
