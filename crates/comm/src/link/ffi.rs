@@ -37,6 +37,7 @@ pub(super) struct PollItem {
     pub(super) revents: c_short,
 }
 
+// SAFETY: the signatures are those of libzmq 4.3.5's zmq.h, which build.rs compiles and links.
 unsafe extern "C" {
     pub(super) fn zmq_ctx_new() -> *mut c_void;
     pub(super) fn zmq_ctx_term(context: *mut c_void) -> c_int;
