@@ -177,3 +177,29 @@ fn d8_cached_tokens_are_reported_everywhere() {
         served.server.stop();
     }
 }
+
+#[test]
+fn cached_prefixes_are_shared_within_a_salt_only() {
+    let served = serve_with(Fixture::named("chain"), 2, |c| c);
+    let cached = |salt: Value| {
+        let body = served.server.completion_body(&("q".repeat(49) + "A"), json!({"cache_salt": salt}));
+        let answer = served.server.post("/v1/completions", &body).json();
+        answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().expect("cached_tokens")
+    };
+    assert_eq!([cached(json!("a")), cached(json!("b")), cached(json!(null))], [0, 0, 0]);
+    assert_eq!([cached(json!("a")), cached(json!("b")), cached(json!(null))], [48, 48, 48]);
+    served.server.stop();
+}
+
+#[test]
+fn a_request_over_its_time_is_ended_and_releases_everything() {
+    let served = serve_with(Fixture::named("chain_long"), 2, |c| {
+        c.flag("--request-timeout", 0.2).flag("--num-pages", 4096)
+    });
+    let baseline = served.server.baseline();
+    let answer = served.server.complete("C", json!({"max_tokens": 16_000}));
+    assert_eq!(answer.finish, "abort");
+    assert!((1..16_000).contains(&answer.completion_tokens), "{}", answer.completion_tokens);
+    served.server.after_check(&baseline, "A", " alpha beta gamma delta");
+    served.server.stop();
+}

@@ -51,4 +51,12 @@ pub struct Batching {
     pub mixed: bool,
     /// Plan a step before the previous one's tokens are read.
     pub overlap: bool,
+    /// Longest cached prefix first instead of first come, first served.
+    pub longest_prefix_first: bool,
+    /// Without `mixed`: decode steps first instead of prefill steps.
+    pub decode_first: bool,
+    /// Share of a request's possible answer that admission reserves, percent.
+    pub reserve_percent: usize,
+    /// Milliseconds after which a request is ended, from its arrival at rank 0.
+    pub request_timeout_ms: Option<u64>,
 }

@@ -9,6 +9,7 @@
 //! | [`sampler`] | the next token, counter-based |
 //! | [`memory`] | how many KV pages fit, agreed over ranks |
 //! | [`exchange`] | per-step message count and digest |
+//! | [`flight`] | what the scheduler was told and decided, and its replay |
 //! | [`start`] | from [`RankConfig`] to a running loop |
 //!
 //! **Invariant:** all ranks of a replica run the same steps on the same batches. What may differ
@@ -18,6 +19,7 @@
 pub mod config;
 pub mod control;
 pub mod exchange;
+pub mod flight;
 pub mod links;
 pub mod memory;
 pub mod rank_loop;

@@ -10,11 +10,12 @@
 
 use crate::control::{Follower, Outgoing, Primary, Wait};
 use crate::exchange::{Announcement, Exchange};
+use crate::flight::{FlightRecorder, request_of};
 use crate::runner::Runner;
 use crate::{EngineError, Result};
 use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_core::{PageId, TokenId};
-use lockstep_scheduler::{Event, Request, Scheduler, StepPlan};
+use lockstep_scheduler::{Event, Scheduler, StepPlan};
 use lockstep_wire::{Begin, EngineInfo, SubmitRequest, ToScheduler, TokenOut};
 use std::time::Duration;
 
@@ -33,6 +34,7 @@ pub struct RankLoop<P, F, R> {
     scheduler: Scheduler,
     runner: R,
     exchange: Exchange,
+    flight: FlightRecorder,
     settings: LoopSettings,
     /// Facts that do not change, completed with counters when asked.
     info: EngineInfo,
@@ -46,6 +48,8 @@ pub struct LoopSettings {
     pub overlap: bool,
     /// How long to wait for a rank that should be working.
     pub collective_timeout: Duration,
+    /// Milliseconds after which a request is ended, from the stamp it arrived with.
+    pub request_timeout_ms: Option<u64>,
 }
 
 #[derive(Default)]
@@ -70,7 +74,8 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         info: EngineInfo,
     ) -> Self {
         let exchange = Exchange::new(group.size());
-        Self { role, group, scheduler, runner, exchange, settings, info, state: LoopState::default() }
+        let flight = FlightRecorder::new(scheduler.config(), settings.request_timeout_ms);
+        Self { role, group, scheduler, runner, exchange, flight, settings, info, state: LoopState::default() }
     }
 
     /// Steps until a shutdown message has been applied, nothing is in flight and all results are sent.
@@ -93,6 +98,11 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
     /// Gives the links back after the loop has ended.
     pub fn into_role(self) -> Role<P, F> {
         self.role
+    }
+
+    /// What the scheduler was told and decided so far.
+    pub fn flight(&mut self) -> &mut FlightRecorder {
+        &mut self.flight
     }
 
     /// The scheduler, for checks.
@@ -137,8 +147,10 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
                 inbox.push(follower.take()?.message);
             }
         }
+        self.flight.step(agreed.stamp_ms);
         self.scheduler.advance(agreed.stamp_ms);
         for message in inbox.drain(..) {
+            self.flight.message(&message);
             self.apply(message, agreed.stamp_ms)?;
         }
         self.state.inbox = inbox;
@@ -162,16 +174,10 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
     /// Every rank submits; only rank 0 tells the outside what came of it.
     fn submit(&mut self, submitted: SubmitRequest, stamp_ms: u64) -> Result<()> {
         let id = submitted.id;
-        let request = Request {
-            id,
-            prompt: submitted.prompt,
-            sampling: submitted.sampling,
-            cache_salt: submitted.cache_salt,
-            priority: submitted.priority,
-            deadline_ms: None,
-        };
+        let text = submitted.text.clone();
+        let request = request_of(submitted, stamp_ms, self.settings.request_timeout_ms);
         match self.scheduler.submit(request, stamp_ms) {
-            Ok(()) => self.deliver(|| Outgoing::Begin(vec![Begin { id, text: submitted.text }])),
+            Ok(()) => self.deliver(|| Outgoing::Begin(vec![Begin { id, text }])),
             Err(refusal) => self.deliver(|| Outgoing::Refused(id, refusal)),
         }
     }
@@ -179,6 +185,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
     /// Whether a step was launched.
     fn plan_and_launch(&mut self) -> Result<bool> {
         let planned = self.scheduler.plan_into(&mut self.state.plan);
+        self.flight.plan(planned, self.scheduler.digest());
         if self.scheduler.config().track_freed {
             self.state.freed.clear();
             self.scheduler.take_freed_pages(&mut self.state.freed);
@@ -195,6 +202,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
     fn read_oldest(&mut self) -> Result<()> {
         let step = self.runner.collect(&mut self.state.tokens)?;
         self.state.in_flight -= 1;
+        self.flight.tokens(&self.state.tokens);
         self.scheduler.complete(step, &self.state.tokens);
         Ok(())
     }

@@ -5,6 +5,7 @@
 //! group through its shared memory.
 
 use crate::config::RankConfig;
+use crate::control::{Follower, Primary};
 use crate::links::{ZmqFollower, ZmqPrimary};
 use crate::memory::{self, Committed};
 use crate::rank_loop::{LoopSettings, RankLoop, Role};
@@ -17,7 +18,7 @@ use lockstep_comm::link::Context;
 use lockstep_core::shard::HeadShard;
 use lockstep_core::{ModelConfig, ParallelInfo};
 use lockstep_model::{Decoder, Loader, Progress, Workspace};
-use lockstep_scheduler::{CachePolicy, Scheduler, SchedulerConfig};
+use lockstep_scheduler::{CachePolicy, QueueOrder, Scheduler, SchedulerConfig, StepOrder};
 use lockstep_weights::ModelFiles;
 use lockstep_wire::{EngineInfo, RankInfo, Ready, Role as WireRole, ToApi};
 use std::time::{Duration, Instant};
@@ -146,7 +147,11 @@ fn serve<R: Runner>(
 ) -> Result<()> {
     let context = Context::new();
     let patience = Duration::from_millis(config.collective_timeout_ms);
-    let settings = LoopSettings { overlap: config.batching.overlap, collective_timeout: patience };
+    let settings = LoopSettings {
+        overlap: config.batching.overlap,
+        collective_timeout: patience,
+        request_timeout_ms: config.batching.request_timeout_ms,
+    };
     if config.parallel.is_primary() {
         let mut links = ZmqPrimary::open(&context, &config.links, group.size() - 1, patience)?;
         group.barrier(Patience::Idle)?;
@@ -158,7 +163,7 @@ fn serve<R: Runner>(
         links.tell_api(ToApi::Ready(Box::new(ready)))?;
         let role: Role<ZmqPrimary, ZmqFollower> = Role::Primary(links);
         let mut rank_loop = RankLoop::new(role, group, scheduler, runner, settings, info);
-        rank_loop.run()?;
+        run_recorded(&mut rank_loop, config.parallel.rank())?;
         match rank_loop.into_role() {
             Role::Primary(links) => Ok(links.finish(FAREWELL)?),
             Role::Follower(_) => Ok(()),
@@ -167,8 +172,27 @@ fn serve<R: Runner>(
         let links = ZmqFollower::open(&context, &config.links, patience)?;
         group.barrier(Patience::Idle)?;
         let role: Role<ZmqPrimary, ZmqFollower> = Role::Follower(links);
-        RankLoop::new(role, group, scheduler, runner, settings, info).run()
+        let mut rank_loop = RankLoop::new(role, group, scheduler, runner, settings, info);
+        run_recorded(&mut rank_loop, config.parallel.rank())
     }
+}
+
+/// Runs the loop; when it fails by itself, what its scheduler was told and decided is written to a file.
+fn run_recorded<P: Primary, F: Follower, R: Runner>(
+    rank_loop: &mut RankLoop<P, F, R>,
+    rank: usize,
+) -> Result<()> {
+    let name = format!("lockstep-{}-rank{rank}.flight", std::process::id());
+    rank_loop.flight().set_file(std::env::temp_dir().join(name));
+    let end = rank_loop.run();
+    if end.as_ref().is_err_and(|error| !error.is_consequence()) {
+        match rank_loop.flight().write() {
+            Ok(Some(file)) => tracing::error!("wrote {}; see it with `lockstep replay`", file.display()),
+            Ok(None) => {}
+            Err(error) => tracing::warn!("the flight recorder cannot be written: {error}"),
+        }
+    }
+    end
 }
 
 fn kv_layout(model: &ModelConfig, p: ParallelInfo, page_size: usize) -> KvLayout {
@@ -195,6 +219,9 @@ fn scheduler_config(config: &RankConfig, num_pages: usize, context_max: usize) -
         overlap: batching.overlap,
         eos_tokens: config.eos_tokens.clone(),
         waiting_max: batching.waiting_max,
+        queue_order: if batching.longest_prefix_first { QueueOrder::LongestPrefix } else { QueueOrder::Fcfs },
+        step_order: if batching.decode_first { StepOrder::DecodeFirst } else { StepOrder::PrefillFirst },
+        reserve_percent: batching.reserve_percent,
         ..SchedulerConfig::default()
     }
 }

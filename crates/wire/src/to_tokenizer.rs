@@ -28,6 +28,10 @@ pub struct GenerateRequest {
     pub sampling: SamplingParams,
     /// How tokens become text.
     pub text: TextParams,
+    /// Requests share cached prefixes only within one namespace.
+    pub cache_salt: Option<String>,
+    /// Larger runs earlier; 0 is normal.
+    pub priority: i32,
 }
 
 /// A prompt as the client sent it.

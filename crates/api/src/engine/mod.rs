@@ -66,6 +66,8 @@ pub(crate) struct NewRequest {
     pub(crate) prompt: Prompt,
     pub(crate) sampling: SamplingParams,
     pub(crate) text: TextParams,
+    pub(crate) cache_salt: Option<String>,
+    pub(crate) priority: i32,
 }
 
 /// What happens to an open request.
@@ -105,8 +107,9 @@ impl EngineClient {
             let tokenizer = (id.0 % self.tokenizers as u64) as usize;
             let (send, abort) = (self.reserve()?, self.reserve()?);
             entries.push((id, Entry { sender: sender.clone(), choice, tokenizer, abort }));
-            let NewRequest { prompt, sampling, text } = request;
-            let message = ToTokenizer::Generate(Box::new(GenerateRequest { id, prompt, sampling, text }));
+            let NewRequest { prompt, sampling, text, cache_salt, priority } = request;
+            let request = GenerateRequest { id, prompt, sampling, text, cache_salt, priority };
+            let message = ToTokenizer::Generate(Box::new(request));
             sends.push((send, Outbound::Tokenizer(tokenizer, message)));
         }
         let ids = entries.iter().map(|(id, _)| *id).collect();

@@ -63,9 +63,20 @@ pub(crate) fn validate(
         Endpoint::Chat => vec![chat::prompt(&fields, config)?],
         Endpoint::Completions => completions::prompts(&fields, config)?,
     };
-    let request = |prompt| NewRequest { prompt, sampling: sampling.clone(), text: text.clone() };
+    let cache_salt = sampling::cache_salt(&fields)?;
+    let priority = fields.integer("priority", PRIORITY_RANGE)?.unwrap_or(0) as i32;
+    let request = |prompt| NewRequest {
+        prompt,
+        sampling: sampling.clone(),
+        text: text.clone(),
+        cache_salt: cache_salt.clone(),
+        priority,
+    };
     Ok(Call { requests: prompts.into_iter().map(request).collect(), stream, include_usage })
 }
+
+/// Priorities a client may ask for.
+const PRIORITY_RANGE: std::ops::RangeInclusive<i128> = -1000..=1000;
 
 /// Absent, or the served name.
 fn check_model(fields: &Fields<'_>, config: &ApiConfig) -> Result<(), Refusal> {

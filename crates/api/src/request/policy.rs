@@ -30,6 +30,8 @@ const COMMON: &[&str] = &[
     "stop_token_ids",
     "ignore_eos",
     "skip_special_tokens",
+    "cache_salt",
+    "priority",
 ];
 /// Read on `/v1/chat/completions` only.
 const CHAT: &[&str] = &["messages", "max_completion_tokens", "add_generation_prompt", "chat_template_kwargs"];
@@ -114,8 +116,6 @@ const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("return_tokens_as_token_ids", Neutral::Bool(false)),
     ("prompt_embeds", Neutral::Nothing),
     ("lora_path", Neutral::Nothing),
-    ("cache_salt", Neutral::Nothing),
-    ("priority", Neutral::Number(0.0)),
 ];
 
 impl Neutral {

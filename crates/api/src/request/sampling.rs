@@ -141,3 +141,16 @@ fn stop_string(fields: &Fields<'_>, item: &Value) -> Result<String, Refusal> {
     let wrong = || fields.invalid("stop", format!("must hold strings only, got {}", kind(item)));
     item.as_str().map(String::from).ok_or_else(wrong)
 }
+
+/// The namespace of cached prefixes: any short string; empty is a 400, since it would look like none.
+pub(super) fn cache_salt(fields: &Fields<'_>) -> Result<Option<String>, Refusal> {
+    match fields.string("cache_salt")? {
+        Some(salt) if salt.is_empty() || salt.len() > CACHE_SALT_BYTES_MAX => {
+            Err(fields.invalid("cache_salt", format!("must have 1 to {CACHE_SALT_BYTES_MAX} bytes")))
+        }
+        salt => Ok(salt.map(str::to_owned)),
+    }
+}
+
+/// Bytes of a cache salt.
+const CACHE_SALT_BYTES_MAX: usize = 256;

@@ -35,6 +35,22 @@ pub struct BatchingFlags {
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     pub mixed: bool,
 
+    /// Which waiting request of equal priority is admitted first.
+    #[arg(long, value_enum, default_value_t = QueueOrder::Fcfs)]
+    pub queue_order: QueueOrder,
+
+    /// With `--mixed false`: which kind of step goes first; the other waits for a bounded number of steps.
+    #[arg(long, value_enum, default_value_t = StepOrder::PrefillFirst)]
+    pub step_order: StepOrder,
+
+    /// Share of each request's possible answer for which admission keeps pages free, in percent.
+    #[arg(long, default_value_t = 100)]
+    pub reserve_percent: usize,
+
+    /// Seconds after which a request is ended (finish `abort`), from its arrival at rank 0.
+    #[arg(long)]
+    pub request_timeout: Option<f64>,
+
     /// Read each step's tokens before the next step is planned.
     #[arg(long, visible_aliases = ["disable-overlap-schedule"])]
     pub no_overlap: bool,
@@ -47,6 +63,24 @@ pub enum Cache {
     Radix,
     /// No reuse.
     None,
+}
+
+/// Admission orders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum QueueOrder {
+    /// First come, first served.
+    Fcfs,
+    /// Longest cached prefix first, within a fairness bound.
+    LongestPrefix,
+}
+
+/// Step orders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum StepOrder {
+    /// Prefill steps first.
+    PrefillFirst,
+    /// Decode steps first.
+    DecodeFirst,
 }
 
 impl BatchingFlags {
@@ -62,6 +96,12 @@ impl BatchingFlags {
             if value == 0 || value > max {
                 bail!("{flag} {value} is outside 1..={max}");
             }
+        }
+        if self.reserve_percent > 100 {
+            bail!("--reserve-percent {} is outside 0..=100", self.reserve_percent);
+        }
+        if self.request_timeout.is_some_and(|t| !(0.001..=1e6).contains(&t)) {
+            bail!("--request-timeout must be 0.001 to 1000000 seconds");
         }
         if self.max_context.is_some_and(|c| c < 2) {
             bail!("--max-context must be at least 2: one token of prompt and one of answer");

@@ -4,7 +4,7 @@ use super::memory;
 use super::port::ReservedPort;
 use crate::error::{CliError, Result};
 use crate::flags::ServeFlags;
-use crate::flags::batching::Cache;
+use crate::flags::batching::{Cache, QueueOrder, StepOrder};
 use crate::pull;
 use lockstep_core::{ExitCode, ModelConfig, TokenId, shard};
 use lockstep_engine::Batching;
@@ -166,6 +166,10 @@ fn batching(flags: &ServeFlags) -> Batching {
         prefix_cache: b.cache == Cache::Radix,
         mixed: b.mixed,
         overlap: !b.no_overlap,
+        longest_prefix_first: b.queue_order == QueueOrder::LongestPrefix,
+        decode_first: b.step_order == StepOrder::DecodeFirst,
+        reserve_percent: b.reserve_percent,
+        request_timeout_ms: b.request_timeout.map(|seconds| (seconds * 1e3) as u64),
     }
 }
 

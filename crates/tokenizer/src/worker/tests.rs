@@ -39,6 +39,8 @@ fn generate(id: u64, text: &str) -> ToTokenizer {
         prompt: Prompt::Text(text.into()),
         sampling: SamplingParams::default(),
         text: TextParams { stop: vec![], skip_special_tokens: true },
+        cache_salt: Some("salt".into()),
+        priority: 3,
     }))
 }
 

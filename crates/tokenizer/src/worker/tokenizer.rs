@@ -83,7 +83,7 @@ impl<'m> TokenizerWorker<'m> {
 
     /// The submission to rank 0, or the refusal to the api.
     fn tokenize(&self, request: GenerateRequest) -> Result<SubmitRequest, ToApi> {
-        let GenerateRequest { id, prompt, sampling, text } = request;
+        let GenerateRequest { id, prompt, sampling, text, cache_salt, priority } = request;
         // A text that makes a library panic must cost its own request only, not the server.
         let encoded =
             catch_unwind(AssertUnwindSafe(|| self.model.encode_prompt(&prompt))).unwrap_or_else(|_| {
@@ -93,7 +93,7 @@ impl<'m> TokenizerWorker<'m> {
                 ))
             });
         match encoded {
-            Ok(prompt) => Ok(SubmitRequest { id, prompt, sampling, text, cache_salt: None, priority: 0 }),
+            Ok(prompt) => Ok(SubmitRequest { id, prompt, sampling, text, cache_salt, priority }),
             Err(refusal) => Err(ToApi::Refused { id, refusal }),
         }
     }
