@@ -1,7 +1,7 @@
 //! The clients: they send what the scenario planned, abort, and check every word they hear.
 
 use crate::device::Oracle;
-use crate::scenario::{AbortAt, PlannedRequest};
+use crate::scenario::{AbortAt, PlannedRequest, Scenario};
 use lockstep_core::{FinishReason, Refusal, RequestId, TokenId};
 use lockstep_wire::{EngineInfo, ToApi, ToDetokenizer, TokenOut, Usage};
 
@@ -55,6 +55,8 @@ pub struct Client {
     queries_sent: u64,
     pages_total: usize,
     page_size: usize,
+    /// Requests may end without anybody having asked for it.
+    have_deadlines: bool,
     /// What hearing something made a client want, to be done soon.
     pub wants: Vec<Intent>,
     /// Totals so far.
@@ -63,7 +65,7 @@ pub struct Client {
 
 impl Client {
     /// Clients that have sent nothing.
-    pub fn new(requests: Vec<PlannedRequest>, pages_total: usize, page_size: usize) -> Self {
+    pub fn new(scenario: &Scenario) -> Self {
         let conversation = |planned| Conversation {
             planned,
             began: false,
@@ -73,12 +75,13 @@ impl Client {
             abort_sent: false,
         };
         Self {
-            conversations: requests.into_iter().map(conversation).collect(),
+            conversations: scenario.requests.iter().cloned().map(conversation).collect(),
             ended: 0,
             queries_open: Vec::new(),
             queries_sent: 0,
-            pages_total,
-            page_size,
+            pages_total: scenario.config.num_pages,
+            page_size: scenario.config.page_size,
+            have_deadlines: scenario.request_timeout_ms.is_some(),
             wants: Vec::new(),
             heard: Heard::default(),
         }
@@ -161,7 +164,9 @@ impl Client {
         let is_whole = conversation.tokens.len() == expected.answer().len();
         let may_end = match out.finish {
             None => !is_whole && !out.tokens.is_empty(),
-            Some(FinishReason::Abort) => conversation.abort_sent && out.tokens.is_empty(),
+            Some(FinishReason::Abort) => {
+                (conversation.abort_sent || self.have_deadlines) && out.tokens.is_empty()
+            }
             finish => is_whole && finish == expected.finish && !out.tokens.is_empty(),
         };
         if !may_end || out.ends_with_eos != (out.finish == Some(FinishReason::Stop)) {

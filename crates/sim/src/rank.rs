@@ -10,6 +10,7 @@ use lockstep_comm::collective::CollectiveError;
 use lockstep_comm::group::{self, Patience, ProcessGroup};
 use lockstep_core::{PageId, StepId, TokenId};
 use lockstep_engine::control::{ControlError, Follower, Outgoing, Primary, Result as ControlResult, Wait};
+use lockstep_engine::flight::replay_bytes;
 use lockstep_engine::rank_loop::{LoopSettings, RankLoop, Role};
 use lockstep_engine::runner::Runner;
 use lockstep_engine::{EngineError, Result};
@@ -73,8 +74,8 @@ pub struct StepReport {
     pub counters: Counters,
 }
 
-/// A rank that can be resumed.
-pub type RankCoroutine = Coroutine<Reply, Call, Result<()>>;
+/// A rank that can be resumed; it ends with the loop's error as text.
+pub type RankCoroutine = Coroutine<Reply, Call, std::result::Result<(), String>>;
 
 /// What a rank is started with.
 #[derive(Clone)]
@@ -97,7 +98,7 @@ pub fn start(setup: RankSetup) -> RankCoroutine {
     })
 }
 
-fn run(setup: RankSetup, port: Port) -> Result<()> {
+fn run(setup: RankSetup, port: Port) -> std::result::Result<(), String> {
     let role = match setup.rank {
         0 => Role::Primary(SimPrimary { port, published: 0 }),
         _ => Role::Follower(SimFollower { port, taken: 0 }),
@@ -106,10 +107,22 @@ fn run(setup: RankSetup, port: Port) -> Result<()> {
     let scheduler = Scheduler::new(setup.config);
     let mut rank_loop =
         RankLoop::new(role, group, scheduler, SimRunner { port }, setup.settings, EngineInfo::default());
-    rank_loop.run_watched(|scheduler| {
+    let end = rank_loop.run_watched(|scheduler| {
         let report = StepReport { digest: scheduler.digest(), counters: scheduler.counters() };
         port.call(Call::Stepped(Box::new(report), scheduler.check().err()));
-    })
+    });
+    end.map_err(|error| error.to_string())?;
+    let steps = rank_loop.scheduler().counters().steps;
+    check_replay(rank_loop.flight().bytes(), steps)
+}
+
+/// The flight recorder must be able to reproduce the whole run.
+fn check_replay(recording: &[u8], steps: u64) -> std::result::Result<(), String> {
+    let report = replay_bytes(recording).map_err(|error| error.to_string())?;
+    if report.difference.is_some() || report.steps != steps {
+        return Err(format!("the flight recorder does not reproduce {steps} steps: {report}"));
+    }
+    Ok(())
 }
 
 /// A rank's way into the simulation.

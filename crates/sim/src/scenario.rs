@@ -17,6 +17,8 @@ pub struct Scenario {
     pub lazy_devices: bool,
     /// Messages rank 0 takes from its inbox in one step, at most.
     pub messages_per_step_max: usize,
+    /// Milliseconds after which a request is ended.
+    pub request_timeout_ms: Option<u64>,
     /// How long things take.
     pub timing: Timing,
     /// A rank that dies or stops.
@@ -121,6 +123,7 @@ impl Scenario {
             config,
             lazy_devices: !random.one_in(3),
             messages_per_step_max: random.pick(&[1, 4, 256, 256]),
+            request_timeout_ms: random.one_in(5).then(|| random.between(1, 60)),
             timing: timing(random, ranks),
             fault: has_fault.then_some(fault),
             shutdown_us: random.one_in(15).then(|| random.below(horizon_us)),

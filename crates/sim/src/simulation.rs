@@ -133,7 +133,11 @@ impl Simulation {
         let oracle: Oracle =
             requests.iter().map(|r| (r.request.id, Expected::of(&r.request, context_max))).collect();
         let patience = Duration::from_micros(PATIENCE_US);
-        let settings = LoopSettings { overlap: config.overlap, collective_timeout: patience };
+        let settings = LoopSettings {
+            overlap: config.overlap,
+            collective_timeout: patience,
+            request_timeout_ms: scenario.request_timeout_ms,
+        };
         let state = |rank| RankState {
             coroutine: Some(rank::start(RankSetup {
                 rank,
@@ -152,7 +156,7 @@ impl Simulation {
             ranks: (0..scenario.ranks).map(state).collect(),
             group: Group::new(scenario.ranks),
             network: Network::new(),
-            client: Client::new(requests.clone(), config.num_pages, config.page_size),
+            client: Client::new(&scenario),
             steps_max: loop_steps_max(&oracle),
             oracle,
             agreement: Ranks::new(scenario.ranks),
@@ -208,8 +212,11 @@ impl Simulation {
         }
         if let Some(fault) = self.scenario.fault {
             self.at(fault.at_us, Event::Fault);
-            // Whoever waits for work needs some to notice.
-            self.at(fault.at_us + 2 * NOTICE_US, Event::Client(Intent::Query));
+            // Whoever waits for work needs some to notice; twice, because the rank may have arrived in the
+            // group before it was struck.
+            for times in 2..4 {
+                self.at(fault.at_us + times * NOTICE_US, Event::Client(Intent::Query));
+            }
         }
     }
 
@@ -283,7 +290,7 @@ impl Simulation {
             let call = match outcome {
                 Err(panic) => return Err(format!("rank {rank} panics: {}", panic_text(&*panic))),
                 Ok(CoroutineResult::Return(result)) => {
-                    return self.returned(rank, result.map_err(|e| e.to_string()));
+                    return self.returned(rank, result);
                 }
                 Ok(CoroutineResult::Yield(call)) => call,
             };
