@@ -59,6 +59,18 @@ fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Command::Serve(flags) => serve::run(&flags),
         Command::Pull(flags) => pull::run(&flags),
+        Command::Replay(flags) => {
+            let report =
+                lockstep_engine::flight::replay(&flags.file).map_err(CliError::with(ExitCode::Internal))?;
+            println!("{report}");
+            match report.difference {
+                None => Ok(()),
+                Some(_) => Err(CliError::new(
+                    ExitCode::Internal,
+                    "the recording and this version decide differently",
+                )),
+            }
+        }
         Command::Bench(flags) => match flags.what {
             BenchCommand::Hw(flags) => bench::hardware(&flags),
             BenchCommand::Decode(flags) => bench::decode(&flags),

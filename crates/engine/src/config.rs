@@ -28,6 +28,8 @@ pub struct RankConfig {
     pub batching: Batching,
     /// Milliseconds a rank waits for another in a collective (`--collective-timeout`).
     pub collective_timeout_ms: u64,
+    /// `--flight-dir`: where a rank that fails writes what its scheduler was told and decided.
+    pub flight_dir: Option<PathBuf>,
     /// Names of the control-plane links.
     pub links: RankLinks,
 }

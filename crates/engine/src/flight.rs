@@ -5,7 +5,7 @@
 //! tree cannot even be copied, on purpose). A record is a few dozen bytes a step plus 4 bytes a token; at
 //! [`BYTES_MAX`] the recorder stops and says so, which on a CPU takes hours. Equal on all ranks.
 //!
-//! It is written to a file when the loop ends with an error or by a panic. [`replay`] needs no model.
+//! Off unless `--flight-dir` is given, since prompts are in it. It is written to a file when the loop ends with an error or by a panic. [`replay`] needs no model.
 //!
 //! Format: [`MAGIC`], the configuration, then records; all numbers little-endian.
 
@@ -14,6 +14,9 @@ use lockstep_scheduler::{
     CachePolicy, QueueOrder, Request, Scheduler, SchedulerConfig, StepDigest, StepOrder, StepPlan,
 };
 use lockstep_wire::{SubmitRequest, ToScheduler};
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// First bytes of a recording; the last one is the format's version.
@@ -91,6 +94,11 @@ impl FlightRecorder {
         self.file = Some(file);
     }
 
+    /// Records nothing from now on and forgets what it has.
+    pub fn turn_off(&mut self) {
+        *self = Self { bytes: Vec::new(), is_full: true, file: None };
+    }
+
     /// The recording so far.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
@@ -104,7 +112,9 @@ impl FlightRecorder {
     /// Writes the recording to its file, if it has one; returns the file.
     pub fn write(&self) -> std::io::Result<Option<&Path>> {
         let Some(file) = &self.file else { return Ok(None) };
-        std::fs::write(file, &self.bytes)?;
+        // Prompts are in it: nobody else's to read.
+        let mut out = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(file)?;
+        out.write_all(&self.bytes)?;
         Ok(Some(file))
     }
 

@@ -163,7 +163,7 @@ fn serve<R: Runner>(
         links.tell_api(ToApi::Ready(Box::new(ready)))?;
         let role: Role<ZmqPrimary, ZmqFollower> = Role::Primary(links);
         let mut rank_loop = RankLoop::new(role, group, scheduler, runner, settings, info);
-        run_recorded(&mut rank_loop, config.parallel.rank())?;
+        run_recorded(&mut rank_loop, config)?;
         match rank_loop.into_role() {
             Role::Primary(links) => Ok(links.finish(FAREWELL)?),
             Role::Follower(_) => Ok(()),
@@ -173,17 +173,23 @@ fn serve<R: Runner>(
         group.barrier(Patience::Idle)?;
         let role: Role<ZmqPrimary, ZmqFollower> = Role::Follower(links);
         let mut rank_loop = RankLoop::new(role, group, scheduler, runner, settings, info);
-        run_recorded(&mut rank_loop, config.parallel.rank())
+        run_recorded(&mut rank_loop, config)
     }
 }
 
-/// Runs the loop; when it fails by itself, what its scheduler was told and decided is written to a file.
+/// Runs the loop; when it fails by itself, what its scheduler was told and decided is written to
+/// `--flight-dir`.
 fn run_recorded<P: Primary, F: Follower, R: Runner>(
     rank_loop: &mut RankLoop<P, F, R>,
-    rank: usize,
+    config: &RankConfig,
 ) -> Result<()> {
-    let name = format!("lockstep-{}-rank{rank}.flight", std::process::id());
-    rank_loop.flight().set_file(std::env::temp_dir().join(name));
+    match &config.flight_dir {
+        Some(dir) => {
+            let name = format!("lockstep-{}-rank{}.flight", std::process::id(), config.parallel.rank());
+            rank_loop.flight().set_file(dir.join(name));
+        }
+        None => rank_loop.flight().turn_off(),
+    }
     let end = rank_loop.run();
     if end.as_ref().is_err_and(|error| !error.is_consequence()) {
         match rank_loop.flight().write() {

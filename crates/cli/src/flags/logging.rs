@@ -1,13 +1,27 @@
 //! What is logged.
 
 use clap::{Args, ValueEnum};
+use std::path::PathBuf;
 
-/// Logging flags of every command.
+/// Logging flags of the other commands.
 #[derive(Args, Debug)]
 pub struct LoggingFlags {
     /// Least important messages to show.
     #[arg(long, value_enum, default_value_t = LogLevel::Info)]
     pub log_level: LogLevel,
+}
+
+/// Logging flags of `lockstep serve`.
+#[derive(Args, Debug)]
+pub struct ServeLoggingFlags {
+    /// Least important messages to show.
+    #[arg(long, value_enum, default_value_t = LogLevel::Info)]
+    pub log_level: LogLevel,
+
+    /// Folder to which a rank that fails writes what its scheduler was told and decided, prompts included, for
+    /// `lockstep replay`; without it nothing is recorded.
+    #[arg(long)]
+    pub flight_dir: Option<PathBuf>,
 }
 
 /// Levels, most important first.

@@ -30,6 +30,8 @@ pub enum Command {
     Serve(Box<ServeFlags>),
     /// Fetch a model of the catalogue into the cache directory and print its path.
     Pull(PullFlags),
+    /// Run a rank's scheduler again on a flight recording and compare every decision; needs no model.
+    Replay(ReplayFlags),
     /// Measure this machine and what the backend makes of it.
     Bench(BenchFlags),
 }
@@ -56,7 +58,14 @@ pub struct ServeFlags {
     pub memory: memory::MemoryFlags,
     /// What to log.
     #[command(flatten)]
-    pub logging: logging::LoggingFlags,
+    pub logging: logging::ServeLoggingFlags,
+}
+
+/// Flags of `lockstep replay`.
+#[derive(Args, Debug)]
+pub struct ReplayFlags {
+    /// A file written to `--flight-dir`.
+    pub file: PathBuf,
 }
 
 /// Flags of `lockstep pull`.

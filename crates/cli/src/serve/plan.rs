@@ -48,6 +48,8 @@ pub struct ServePlan {
     pub grace: Duration,
     /// Refuse unknown request fields.
     pub strict_api: bool,
+    /// `--flight-dir`.
+    pub flight_dir: Option<PathBuf>,
     /// Log level of the children.
     pub log_level: &'static str,
     /// The HTTP port.
@@ -95,6 +97,7 @@ impl ServePlan {
             collective_timeout: Duration::from_secs_f64(flags.parallel.collective_timeout),
             grace: Duration::from_secs_f64(flags.server.grace_seconds),
             strict_api: flags.server.strict_api,
+            flight_dir: flags.logging.flight_dir.clone(),
             log_level: flags.logging.log_level.name(),
             port: Some(port),
             model,
@@ -126,6 +129,9 @@ fn check_flags(flags: &ServeFlags) -> anyhow::Result<()> {
     flags.server.check_grace()?;
     flags.parallel.check()?;
     flags.batching.check()?;
+    if let Some(dir) = flags.logging.flight_dir.as_deref().filter(|dir| !dir.is_dir()) {
+        anyhow::bail!("--flight-dir {} is not a folder; create it first", dir.display());
+    }
     flags.memory.check(flags.batching.page_size)
 }
 

@@ -11,7 +11,7 @@ use lockstep_api::{
 };
 use lockstep_comm::link::{AsyncReceiver, LinkError, Sender};
 use lockstep_core::ExitCode;
-use lockstep_launch::{Event, Failure, Phase};
+use lockstep_launch::{ChildStatus, Event, Failure, Phase};
 use lockstep_wire::ToApi;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::task::{JoinError, JoinHandle};
@@ -184,9 +184,15 @@ impl Service {
 
 const SIGINT: i32 = 2;
 
-/// Who died of what; log lines stay in the log.
+/// Who died of what, with the error it logged (without time, level and role); the rest of its log
+/// is not for clients.
 fn for_clients(failure: &Failure) -> String {
-    format!("{} {} while {}", failure.process, failure.status, failure.phase)
+    let ended = format!("{} {} while {}", failure.process, failure.status, failure.phase);
+    let error = failure.last_lines.iter().rev().find_map(|line| line.split_once(" ERROR "));
+    match error.and_then(|(_, text)| text.split_once(' ')) {
+        Some((_role, text)) if matches!(failure.status, ChildStatus::Exit(_)) => format!("{ended}: {text}"),
+        _ => ended,
+    }
 }
 
 fn flatten<T, E: std::fmt::Display>(

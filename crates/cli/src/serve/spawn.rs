@@ -125,6 +125,7 @@ fn rank_config(plan: &ServePlan, names: &Names, parallel: ParallelInfo) -> RankC
         num_pages: plan.num_pages[parallel.tp_rank],
         batching: plan.batching.clone(),
         collective_timeout_ms: plan.collective_timeout.as_millis() as u64,
+        flight_dir: plan.flight_dir.clone(),
         links: RankLinks {
             inbox: names.endpoint(&e.schedulers[parallel.dp_rank]),
             broadcast: names.endpoint(&e.broadcasts[parallel.dp_rank]),
