@@ -61,7 +61,8 @@ fn duplicates_empty_prompts_and_a_full_queue_are_refused() {
     scheduler.submit(request(2, &[5]), 0).unwrap();
     let refusal = scheduler.submit(request(3, &[5]), 0).unwrap_err();
     assert_eq!(refusal.status, 503);
-    assert!(refusal.message.contains("2 requests are waiting"), "{}", refusal.message);
+    assert_eq!(refusal.code.as_deref(), Some("queue_full"));
+    assert!(refusal.message.contains("2 of at most 2 requests wait"), "{}", refusal.message);
     scheduler.abort(RequestId(1));
     scheduler.submit(request(3, &[5]), 0).unwrap();
     scheduler.submit(request(3, &[5]), 0).unwrap_err();

@@ -1,4 +1,5 @@
 //! Every message survives the journey, and no bytes make the decoder panic or take much memory.
+#![allow(clippy::unwrap_used)] // tests may unwrap
 
 use lockstep_core::{FinishReason, Refusal, RequestId, SamplingParams};
 use lockstep_wire::codec::WIRE_VERSION;
