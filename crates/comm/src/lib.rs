@@ -6,7 +6,7 @@
 //! | [`group`] | control | [`ProcessGroup`]: barrier, gather and broadcast of small things among ranks |
 //! | [`collective`] | data | [`Collective`]: sums and gathers of tensors; [`OneRank`] is the identity |
 //! | [`shm`] | both | `ProcessGroup` and `Collective` over shared memory, for ranks of one host |
-//! | [`bench`] | – | latencies of the above, for `lockstep bench comm` |
+//! | [`mod@bench`] | – | latencies of the above, for `lockstep bench comm` |
 //!
 //! **Invariants:** no wait is unbounded unless it says so ([`Patience::Idle`]); every wait ends on
 //! an abort; nothing that a dead process leaves behind survives it; bytes from another process are

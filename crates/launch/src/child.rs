@@ -18,7 +18,7 @@ use std::ffi::CString;
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 
-/// argv[1] of every child.
+/// `argv[1]` of every child.
 pub const CHILD_FLAG: &str = "--lockstep-child";
 /// Largest configuration in bytes.
 pub const CONFIG_BYTES_MAX: usize = 16 << 20;
@@ -38,7 +38,7 @@ pub(crate) struct Envelope {
 /// What a child knows when it starts.
 #[derive(Debug)]
 pub struct ChildEntry {
-    /// Its name in messages; also argv[0].
+    /// Its name in messages; also `argv[0]`.
     pub name: String,
     /// Its part.
     pub role: Role,

@@ -19,7 +19,7 @@ use std::sync::Arc;
 pub struct ChildSpec {
     /// Its part.
     pub role: Role,
-    /// argv[0] and the name in every message, e.g. `lockstep-TP0-scheduler`.
+    /// `argv[0]` and the name in every message, e.g. `lockstep-TP0-scheduler`.
     pub name: String,
     /// Handed to the child unchanged.
     pub config_json: String,

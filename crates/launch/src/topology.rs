@@ -25,7 +25,7 @@ pub struct Topology {
 pub struct Process {
     /// Its part.
     pub role: Role,
-    /// argv[0] and the name in every message, e.g. `lockstep-TP0-scheduler`.
+    /// `argv[0]` and the name in every message, e.g. `lockstep-TP0-scheduler`.
     pub name: String,
     /// Place in the parallel layout; schedulers only.
     pub parallel: Option<ParallelInfo>,
