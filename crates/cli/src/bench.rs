@@ -7,8 +7,8 @@ use lockstep_backend::cpu::{CpuBackend, CpuOptions, probe};
 use lockstep_backend::{AttentionBatch, AttentionRow, Backend, KvLayout};
 use lockstep_comm::collective::OneRank;
 use lockstep_comm::shm::{SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions};
-use lockstep_core::{ExitCode, ModelConfig, ParallelInfo};
-use lockstep_model::{Decoder, ForwardInput, Loader, Workspace};
+use lockstep_core::{DType, ExitCode, ModelConfig, ParallelInfo};
+use lockstep_model::{Decoder, ForwardInput, Loader, ShardBytes, Workspace};
 use lockstep_weights::ModelFiles;
 use std::sync::Arc;
 use std::time::Instant;
@@ -127,7 +127,14 @@ impl Run {
         let silent = |_: usize, _: usize| {};
         let loader = Loader::new(files, &backend, parallel, None, &silent);
         let decoder = Decoder::load(&loader, positions)?;
-        let weight_bytes = loader.packed_bytes() as usize;
+        // A step reads every weight once, but of an embedding that is not also the head only a few rows.
+        let shard = ShardBytes::new(
+            model,
+            parallel,
+            files.dtype_of("model.embed_tokens.weight").unwrap_or(DType::F32),
+        );
+        let unread = if model.tie_word_embeddings { 0 } else { shard.vocabulary / 2 };
+        let weight_bytes = loader.packed_bytes() as usize - unread;
         let work = Workspace::new(&backend, model, parallel, positions, 1)?;
         let num_pages = positions.div_ceil(PAGE_SIZE);
         let cache = backend.kv_cache(KvLayout {
