@@ -45,7 +45,10 @@ pub fn hardware(flags: &HwFlags) -> Result<()> {
         );
     }
     println!("\nshared memory, two threads of this process:");
-    two_ranks().map_err(CliError::with(ExitCode::Internal))
+    two_ranks().map_err(CliError::with(ExitCode::Internal))?;
+    let Some(model) = &flags.model else { return Ok(()) };
+    println!();
+    decode(&DecodeFlags { model: model.clone(), threads: flags.threads, tokens: 64, prompt: 512 })
 }
 
 /// Latencies of barrier and all-reduce between two ranks, as threads with a rank's shared memory.

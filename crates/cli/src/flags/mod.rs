@@ -104,6 +104,10 @@ pub struct HwFlags {
     /// Threads to measure with [default: 1 and all cores].
     #[arg(long)]
     pub threads: Option<usize>,
+
+    /// Also decode this model (catalogue name, folder or GGUF file) and print its share of the memory floor.
+    #[arg(long)]
+    pub model: Option<String>,
 }
 
 /// Flags of `lockstep bench decode`.
