@@ -35,13 +35,14 @@ fn answers_do_not_depend_on_policies() {
     }
     let mut known: BTreeMap<String, String> = BTreeMap::new();
     let variants: &[&[(&str, &str)]] = &[
-        &[("--page-size", "1")],
+        &[("--page-size", "1"), ("--overlap", "on")],
         &[("--page-size", "2"), ("--no-overlap", "")],
         &[("--page-size", "3"), ("--mixed", "false")],
         &[("--page-size", "16"), ("--cache", "none")],
         &[("--page-size", "16"), ("--chunk", "7"), ("--mixed", "false"), ("--no-overlap", "")],
-        &[("--page-size", "64"), ("--max-running", "3")],
+        &[("--page-size", "64"), ("--max-running", "3"), ("--overlap", "on")],
         // A pool of 320 tokens for 18 requests of up to 70: retraction.
+        &[("--page-size", "16"), ("--num-pages", "20"), ("--overlap", "on")],
         &[("--page-size", "16"), ("--num-pages", "20")],
     ];
     for variant in variants {
@@ -92,7 +93,7 @@ fn d2_running_out_of_pages_while_decoding() {
         for overlap in [true, false] {
             let served = serve_with(Fixture::named("chain"), 2, |c| {
                 let c = c.flag("--page-size", page_size).flag("--num-pages", pages);
-                if overlap { c } else { c.switch("--no-overlap") }
+                if overlap { c.flag("--overlap", "on") } else { c.switch("--no-overlap") }
             });
             let server = &served.server;
             let baseline = server.baseline();

@@ -51,8 +51,13 @@ pub struct BatchingFlags {
     #[arg(long)]
     pub request_timeout: Option<f64>,
 
-    /// Read each step's tokens before the next step is planned.
-    #[arg(long, visible_aliases = ["disable-overlap-schedule"])]
+    /// Plan and launch a step before the previous step's tokens are read. auto is off on CPU, where a step runs
+    /// when it is launched, so that overlap would only hold every token back for a step.
+    #[arg(long, value_enum, default_value_t = Overlap::Auto)]
+    pub overlap: Overlap,
+
+    /// The same as `--overlap off`.
+    #[arg(long, visible_aliases = ["disable-overlap-schedule"], conflicts_with = "overlap")]
     pub no_overlap: bool,
 }
 
@@ -63,6 +68,17 @@ pub enum Cache {
     Radix,
     /// No reuse.
     None,
+}
+
+/// Whether steps overlap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Overlap {
+    /// What suits the device.
+    Auto,
+    /// Always.
+    On,
+    /// Never.
+    Off,
 }
 
 /// Admission orders.

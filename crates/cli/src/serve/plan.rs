@@ -4,7 +4,7 @@ use super::memory;
 use super::port::ReservedPort;
 use crate::error::{CliError, Result};
 use crate::flags::ServeFlags;
-use crate::flags::batching::{Cache, QueueOrder, StepOrder};
+use crate::flags::batching::{Cache, Overlap, QueueOrder, StepOrder};
 use crate::pull;
 use lockstep_core::{ExitCode, ModelConfig, TokenId, shard};
 use lockstep_engine::Batching;
@@ -171,7 +171,7 @@ fn batching(flags: &ServeFlags) -> Batching {
         waiting_max: b.max_waiting,
         prefix_cache: b.cache == Cache::Radix,
         mixed: b.mixed,
-        overlap: !b.no_overlap,
+        overlap: b.overlap == Overlap::On,
         longest_prefix_first: b.queue_order == QueueOrder::LongestPrefix,
         decode_first: b.step_order == StepOrder::DecodeFirst,
         reserve_percent: b.reserve_percent,
