@@ -21,7 +21,6 @@ pub use batch::{AttentionBatch, AttentionRow};
 pub use linear::LinearSpec;
 
 use lockstep_comm::collective::Collective;
-use lockstep_core::DType;
 
 /// Errors of building or running device operations.
 #[derive(Debug, thiserror::Error)]
@@ -218,9 +217,4 @@ pub struct Attention<'a> {
     pub shape: QkvShape,
     /// Which tokens belong to which request and where their pages are.
     pub batch: AttentionBatch<'a>,
-}
-
-/// Elements in memory per weight element; re-exported for the planner.
-pub const fn weight_bytes(dtype: DType, elements: usize) -> usize {
-    dtype.size_bytes() * elements
 }

@@ -25,3 +25,9 @@ impl CliError {
         move |error| Self::new(code, format!("{error:#}"))
     }
 }
+
+/// How a launcher exits that `signal` ended before its drain was complete.
+pub fn code_of_signal(signal: i32) -> ExitCode {
+    const SIGINT: i32 = 2;
+    if signal == SIGINT { ExitCode::Interrupted } else { ExitCode::Terminated }
+}

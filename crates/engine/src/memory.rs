@@ -8,10 +8,6 @@ use crate::{EngineError, Result};
 use lockstep_backend::KvLayout;
 use lockstep_comm::group::{Patience, ProcessGroup};
 
-/// Requests of full context that the pool is never sized beyond, per running request: more pages
-/// could only hold prefixes.
-const POOL_CONTEXTS_MAX: usize = 1;
-
 /// Bytes a rank has committed before its KV pool.
 #[derive(Clone, Copy, Debug)]
 pub struct Committed {
@@ -49,7 +45,7 @@ pub fn local_pages(
             layout.page_bytes() >> 10,
         )));
     }
-    let wanted = config.batching.running_max * POOL_CONTEXTS_MAX * context_max.div_ceil(layout.page_size);
+    let wanted = config.batching.running_max * context_max.div_ceil(layout.page_size);
     Ok(pages.min(wanted.max(1)))
 }
 

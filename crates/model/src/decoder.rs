@@ -9,7 +9,7 @@ use crate::Result;
 use crate::layers::attention::{Attention, AttentionStep};
 use crate::layers::linear::{Norm, ResidualStream};
 use crate::layers::mlp::GatedMlp;
-use crate::layers::vocab::{VocabNames, VocabParallel};
+use crate::layers::vocab::{self, VocabParallel};
 use crate::loader::Loader;
 use lockstep_backend::{AttentionBatch, Backend};
 use lockstep_comm::collective::Collective;
@@ -125,7 +125,7 @@ impl<B: Backend> Decoder<B> {
         let config = loader.config();
         shard::check_tp_size(config, loader.parallel().tp_size as i64)?;
         let parts = config.num_layers + 2;
-        let embedding = VocabParallel::load(loader, VocabNames::EMBEDDING)?;
+        let embedding = VocabParallel::load(loader, vocab::EMBEDDING)?;
         loader.report(1, parts);
         let mut layers = Vec::with_capacity(config.num_layers);
         for layer in 0..config.num_layers {
@@ -133,9 +133,9 @@ impl<B: Backend> Decoder<B> {
             loader.report(layer + 2, parts);
         }
         let final_norm = Norm::load(loader, "model.norm", config.hidden_size)?;
-        let head = match VocabNames::head_is_embedding(config) {
+        let head = match config.tie_word_embeddings {
             true => None,
-            false => Some(VocabParallel::load(loader, VocabNames::HEAD)?),
+            false => Some(VocabParallel::load(loader, vocab::HEAD)?),
         };
         loader.report(parts, parts);
         let frequencies = config.rope.inverse_frequencies(config.head_dim);

@@ -2,7 +2,7 @@
 
 use super::plan::ServePlan;
 use super::spawn::Server;
-use crate::error::{CliError, Result};
+use crate::error::{CliError, Result, code_of_signal};
 use indicatif::{ProgressBar, ProgressStyle};
 use lockstep_core::ExitCode;
 use lockstep_launch::{Event, ReadyTracker};
@@ -67,11 +67,9 @@ pub async fn wait(plan: &ServePlan, server: &mut Server) -> Result<Facts> {
 
 /// The error that a signal means while nothing is served.
 pub fn by_signal(signal: i32) -> CliError {
-    let code = if signal == SIGINT { ExitCode::Interrupted } else { ExitCode::Terminated };
-    CliError::new(code, format!("stopped by signal {signal} while loading"))
+    CliError::new(code_of_signal(signal), format!("stopped by signal {signal} while loading"))
 }
 
-const SIGINT: i32 = 2;
 /// How often the launcher says whom it waits for.
 const REMINDER: Duration = Duration::from_secs(10);
 

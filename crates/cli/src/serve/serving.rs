@@ -3,7 +3,7 @@
 use super::plan::ServePlan;
 use super::ready::Facts;
 use super::spawn::Server;
-use crate::error::{CliError, Result};
+use crate::error::{CliError, Result, code_of_signal};
 use lockstep_api::engine::dispatch::{self, LinkSockets};
 use lockstep_api::{
     ApiConfig, ApiError, Ended, EngineClient, ProcessInfo, REQUESTS_OPEN_MAX, SamplingDefaults,
@@ -18,8 +18,6 @@ use tokio::task::{JoinError, JoinHandle};
 
 /// How long children may take to finish and exit by themselves after a drain.
 const EXIT_PATIENCE: Duration = Duration::from_secs(3);
-/// How long the launcher waits for the verdict about a death once the answers are out.
-const VERDICT_PATIENCE: Duration = Duration::from_secs(3);
 
 /// Listens and serves; returns how the launcher should end.
 pub async fn run(mut plan: ServePlan, mut server: Server, facts: Facts) -> Result<()> {
@@ -133,7 +131,7 @@ impl Service {
         if matches!(ended, Ok(Ended::Drained | Ended::Cut { .. })) && self.failure.is_none() {
             self.dismiss(&mut server).await;
         } else if self.failure.is_none() && self.link_error.is_none() {
-            self.failure = server.verdict_within(VERDICT_PATIENCE).await;
+            self.failure = server.next_verdict().await;
         }
         server.end_gently();
         if let Some(failure) = self.failure {
@@ -148,8 +146,7 @@ impl Service {
                 Ok(())
             }
             Ok(Ended::Cut { requests }) => {
-                let code =
-                    if self.signal == Some(SIGINT) { ExitCode::Interrupted } else { ExitCode::Terminated };
+                let code = code_of_signal(self.signal.unwrap_or_default());
                 let text = format!("{requests} requests were ended with an error because the grace was over");
                 Err(CliError::new(code, text))
             }
@@ -181,8 +178,6 @@ impl Service {
         }
     }
 }
-
-const SIGINT: i32 = 2;
 
 /// Who died of what, with the error it logged (without time, level and role); the rest of its log
 /// is not for clients.

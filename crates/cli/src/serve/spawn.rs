@@ -187,11 +187,11 @@ impl Server {
     /// they can end too.
     pub async fn verdict(&mut self, first: &str) -> Option<Failure> {
         self.abort_group(first);
-        self.verdict_within(VERDICT_PATIENCE).await
+        self.next_verdict().await
     }
 
     /// The verdict about the first cause, if it comes in time.
-    pub async fn verdict_within(&mut self, patience: Duration) -> Option<Failure> {
+    pub async fn next_verdict(&mut self) -> Option<Failure> {
         let wait = async {
             while let Some(event) = self.events.recv().await {
                 if let Event::Failed(failure) = event {
@@ -200,6 +200,6 @@ impl Server {
             }
             None
         };
-        tokio::time::timeout(patience, wait).await.ok().flatten()
+        tokio::time::timeout(VERDICT_PATIENCE, wait).await.ok().flatten()
     }
 }

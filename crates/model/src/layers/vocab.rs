@@ -4,8 +4,8 @@ use crate::Result;
 use crate::loader::{Loader, MatrixPlan, Part};
 use lockstep_backend::Backend;
 use lockstep_comm::collective::Collective;
+use lockstep_core::TokenId;
 use lockstep_core::shard::VocabShard;
-use lockstep_core::{ModelConfig, TokenId};
 
 /// `[local_vocab, hidden]`: this rank's rows of the vocabulary, padded so that all ranks hold
 /// equally many. Padding rows are zero and never sampled ([`VocabShard::real`]).
@@ -57,17 +57,7 @@ impl<B: Backend> VocabParallel<B> {
     }
 }
 
-/// Names of the two vocabulary matrices and whether they are one.
-pub struct VocabNames;
-
-impl VocabNames {
-    /// Input embedding.
-    pub const EMBEDDING: &'static str = "model.embed_tokens";
-    /// Output head.
-    pub const HEAD: &'static str = "lm_head";
-
-    /// The matrix that makes logits: the embedding itself when tied.
-    pub fn head_is_embedding(config: &ModelConfig) -> bool {
-        config.tie_word_embeddings
-    }
-}
+/// Name of the input embedding, which is also the head of a tied model.
+pub const EMBEDDING: &str = "model.embed_tokens";
+/// Name of an untied output head.
+pub const HEAD: &str = "lm_head";
