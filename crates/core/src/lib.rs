@@ -17,7 +17,10 @@ pub mod refusal;
 pub mod sampling;
 pub mod shard;
 
-pub use config::{ConfigError, Family, ModelConfig, RopeConfig, RopeScaling};
+pub use config::{
+    Activation, ConfigError, Family, ModelConfig, MoeConfig, QuantizationConfig, RopeConfig, RopeFrequencies,
+    RopeScaling,
+};
 pub use dtype::DType;
 pub use exit::ExitCode;
 pub use ids::{PageId, RequestId, StepId, TokenId};

@@ -138,7 +138,7 @@ impl<B: Backend> Decoder<B> {
             false => Some(VocabParallel::load(loader, vocab::HEAD)?),
         };
         loader.report(parts, parts);
-        let frequencies = config.rope.inverse_frequencies(config.head_dim);
+        let frequencies = config.rope.frequencies(config.rotary_dim, positions_max).inverse;
         let rope = loader.backend().rope_table(&frequencies, positions_max)?;
         Ok(Self { embedding, layers, final_norm, head, rope })
     }

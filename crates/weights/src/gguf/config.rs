@@ -6,6 +6,7 @@
 
 use super::Metadata;
 use super::header::RawTensor;
+use lockstep_core::config::Dimensions;
 use lockstep_core::{ConfigError, Family, ModelConfig, RopeConfig, RopeScaling};
 
 type Result<T> = std::result::Result<T, ConfigError>;
@@ -60,9 +61,7 @@ impl Reader<'_> {
         let num_heads = self.count("attention.head_count")?;
         let head_dim = self.head_dim(hidden_size, num_heads)?;
         self.refuse_unsupported(head_dim)?;
-        Ok(ModelConfig {
-            family: self.family,
-            architecture: self.family.name().into(),
+        let sizes = Dimensions {
             hidden_size,
             intermediate_size: self.count("feed_forward_length")?,
             num_layers: self.count("block_count")?,
@@ -70,19 +69,21 @@ impl Reader<'_> {
             num_kv_heads: self.optional_count("attention.head_count_kv")?.unwrap_or(num_heads),
             head_dim,
             vocab_size: self.vocab_size()?,
+            max_position: self.count("context_length")?,
             rms_norm_eps: self
                 .number("attention.layer_norm_rms_epsilon")?
                 .ok_or_else(|| self.missing("attention.layer_norm_rms_epsilon"))?
                 as f32,
-            rope: self.rope(head_dim, divisors)?,
+        };
+        Ok(ModelConfig {
             tie_word_embeddings: !self.has("output.weight"),
             qkv_bias: self.has("blk.0.attn_q.bias"),
             o_bias: self.has("blk.0.attn_output.bias"),
             mlp_bias: self.has("blk.0.ffn_down.bias"),
             qk_norm: self.family == Family::Qwen3,
-            max_position: self.count("context_length")?,
             bos_token: self.metadata.bos_token(),
             eos_tokens: self.metadata.end_tokens().collect(),
+            ..ModelConfig::plain(self.family, sizes, self.rope(head_dim, divisors)?)
         })
     }
 

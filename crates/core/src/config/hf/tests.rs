@@ -1,0 +1,258 @@
+//! Every family's config in the spellings found in the wild, and what must be refused.
+
+use super::*;
+use crate::config::{Activation, RopeConfig, RopeScaling};
+use serde_json::json;
+
+fn llama() -> Value {
+    json!({"architectures": ["LlamaForCausalLM"], "hidden_size": 128, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 320,
+        "rms_norm_eps": 1e-6, "rope_theta": 500000.0, "max_position_embeddings": 512, "eos_token_id": [2, 3]})
+}
+
+fn with(patch: Value) -> Result<ModelConfig> {
+    let mut config = llama();
+    for (k, v) in patch.as_object().unwrap() {
+        config[k] = v.clone();
+    }
+    parse(config.to_string().as_bytes())
+}
+
+fn of(architecture: &str, mut patch: Value) -> Result<ModelConfig> {
+    patch["architectures"] = json!([architecture]);
+    with(patch)
+}
+
+#[test]
+fn reads_a_plain_llama() {
+    let c = with(json!({})).unwrap();
+    assert_eq!((c.head_dim, c.num_kv_heads, c.eos_tokens), (32, 2, vec![2, 3]));
+    assert_eq!(c.rope, RopeConfig::plain(500000.0));
+    assert!(!c.qkv_bias && !c.qk_norm && !c.tie_word_embeddings && c.sliding_window.is_none());
+    assert_eq!((c.activation, c.rotary_dim), (Activation::Silu, 32));
+}
+
+#[test]
+fn head_dim_given_null_or_absent() {
+    assert_eq!(with(json!({"head_dim": 48})).unwrap().head_dim, 48);
+    assert_eq!(with(json!({"head_dim": null})).unwrap().head_dim, 32);
+    assert!(with(json!({"head_dim": 0})).is_err());
+    assert!(with(json!({"hidden_size": 130})).unwrap_err().to_string().contains("hidden_size is 130"));
+    assert_eq!(of("Qwen3ForCausalLM", json!({})).unwrap().head_dim, 128);
+    assert_eq!(of("Qwen3MoeForCausalLM", moe(json!({}))).unwrap().head_dim, 32);
+}
+
+#[test]
+fn kv_heads_null_or_absent() {
+    assert_eq!(with(json!({"num_key_value_heads": null})).unwrap().num_kv_heads, 4);
+    assert_eq!(of("Qwen2ForCausalLM", json!({"num_key_value_heads": null})).unwrap().num_kv_heads, 4);
+    let mut config = llama();
+    config.as_object_mut().unwrap().remove("num_key_value_heads");
+    assert_eq!(parse(config.to_string().as_bytes()).unwrap().num_kv_heads, 4);
+    config["architectures"] = json!(["MistralForCausalLM"]);
+    let message = parse(config.to_string().as_bytes()).unwrap_err().to_string();
+    assert!(message.contains("num_key_value_heads"), "{message}");
+}
+
+#[test]
+fn both_rope_spellings_read_the_same() {
+    let l3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64});
+    let old = with(json!({"rope_scaling": l3})).unwrap();
+    let mut new = l3.clone();
+    new["rope_theta"] = json!(500000.0);
+    assert_eq!(old.rope, with(json!({"rope_theta": null, "rope_parameters": new})).unwrap().rope);
+}
+
+#[test]
+fn every_rope_type() {
+    let scaling = |rope: Value| with(json!({"rope_scaling": rope})).unwrap().rope.scaling;
+    assert_eq!(scaling(json!({"type": "dynamic", "factor": 2})), RopeScaling::Dynamic);
+    assert_eq!(scaling(json!({"type": "linear", "factor": 2})), RopeScaling::Linear { factor: 2.0 });
+    let yarn = |patch: Value| {
+        let mut rope = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64});
+        rope.as_object_mut().unwrap().extend(patch.as_object().unwrap().clone());
+        match scaling(rope) {
+            RopeScaling::Yarn { attention_factor, beta_fast, truncate, .. } => {
+                (attention_factor, beta_fast, truncate)
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    let (strength, beta_fast, truncate) = yarn(json!({}));
+    assert!((strength - 1.138_629_436_111_989).abs() < 1e-15 && beta_fast == 32.0 && truncate);
+    assert_eq!(yarn(json!({"attention_factor": 1.0, "truncate": false})), (1.0, 32.0, false));
+    assert_eq!(yarn(json!({"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 64})), (1.0, 64.0, true));
+}
+
+#[test]
+fn phi_3_and_4() {
+    let factors = |n: usize, v: f64| json!(vec![v; n]);
+    // Phi-4-mini: longrope on three quarters of each head, the original context beside the rope values.
+    let mini = of(
+        "Phi3ForCausalLM",
+        json!({"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64, "sliding_window": 100,
+            "tie_word_embeddings": true, "rope_scaling": {"type": "longrope",
+            "short_factor": factors(12, 1.0), "long_factor": factors(12, 3.0)}}),
+    )
+    .unwrap();
+    assert_eq!((mini.rotary_dim, mini.head_dim, mini.tie_word_embeddings), (24, 32, true));
+    assert_eq!((mini.window(0), mini.window(1)), (Some(100), Some(100)));
+    let RopeScaling::LongRope { attention_factor, original_max_position, .. } = mini.rope.scaling else {
+        panic!("{:?}", mini.rope)
+    };
+    // 512 / 64 = 8 times the context: sqrt(1 + ln 8 / ln 64) = sqrt(1.5).
+    assert!((attention_factor - 1.5f64.sqrt()).abs() < 1e-15 && original_max_position == 64);
+    let old = json!({"rope_scaling": {"type": "su", "short_factor": factors(16, 1.0),
+        "long_factor": factors(16, 3.0)}});
+    assert!(matches!(of("Phi3ForCausalLM", old).unwrap().rope.scaling, RopeScaling::LongRope { .. }));
+    let short = json!({"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}});
+    assert!(of("Phi3ForCausalLM", short).unwrap_err().to_string().contains("short_factor"));
+}
+
+#[test]
+fn windows_of_each_family() {
+    let mistral = |window: Value| of("MistralForCausalLM", json!({"sliding_window": window})).unwrap();
+    assert_eq!(mistral(json!(null)).window(1), None);
+    assert_eq!(mistral(json!(40)).window(1), Some(40));
+    assert_eq!(of("MistralForCausalLM", json!({})).unwrap().window(0), Some(4096));
+    let qwen2 = |patch: Value| of("Qwen2ForCausalLM", patch).unwrap();
+    let off = qwen2(json!({"use_sliding_window": false, "sliding_window": 40, "max_window_layers": 0}));
+    assert_eq!((off.window(0), off.window(1), off.sliding_window), (None, None, None));
+    let on = qwen2(json!({"use_sliding_window": true, "sliding_window": 40, "max_window_layers": 1}));
+    assert_eq!((on.window(0), on.window(1)), (None, Some(40)));
+    let listed = qwen2(json!({"use_sliding_window": true, "sliding_window": 40,
+        "layer_types": ["sliding_attention", "full_attention"]}));
+    assert_eq!((listed.window(0), listed.window(1)), (Some(40), None));
+    // Models whose window starts after their last layer have none.
+    assert_eq!(qwen2(json!({"use_sliding_window": true, "max_window_layers": 28})).sliding_window, None);
+}
+
+#[test]
+fn gemma_2() {
+    let c = of(
+        "Gemma2ForCausalLM",
+        json!({"head_dim": 32, "query_pre_attn_scalar": 64, "sliding_window": 40,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "hidden_act": "gelu",
+        "hidden_activation": "gelu_pytorch_tanh"}),
+    )
+    .unwrap();
+    assert!(c.norm_offset && c.sandwich_norms && c.tie_word_embeddings && !c.qk_norm);
+    assert_eq!((c.window(0), c.window(1)), (Some(40), None));
+    assert_eq!((c.attention_softcap, c.logit_softcap), (Some(50.0), Some(30.0)));
+    assert_eq!((c.attention_scale, c.activation), (0.125, Activation::GeluTanh));
+    assert_eq!(c.embedding_scale, Some(128f32.sqrt()));
+    let uncapped = json!({"attn_logit_softcapping": null, "final_logit_softcapping": null});
+    let c = of("Gemma2ForCausalLM", uncapped).unwrap();
+    assert_eq!((c.attention_softcap, c.logit_softcap), (None, None));
+}
+
+/// google/gemma-3-4b-it: a nested text_config that leaves out what equals its class defaults.
+#[test]
+fn gemma_3_nested_and_flat() {
+    let text = json!({"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106],
+        "model_type": "gemma3", "vision_config": {"hidden_size": 1152}, "text_config": {"hidden_size": 2560,
+        "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}});
+    let c = parse(text.to_string().as_bytes()).unwrap();
+    assert_eq!((c.num_heads, c.num_kv_heads, c.head_dim, c.vocab_size), (8, 4, 256, 262_208));
+    assert_eq!(c.eos_tokens, [1, 106]);
+    assert_eq!((c.window(4), c.window(5), c.window(33)), (Some(1024), None, Some(1024)));
+    assert_eq!(c.rope_of(5).scaling, RopeScaling::Linear { factor: 8.0 });
+    assert_eq!((c.rope_of(5).theta, c.rope_of(0)), (1e6, &RopeConfig::plain(10_000.0)));
+    assert!(c.qk_norm && c.logit_softcap.is_none() && c.attention_scale == 0.0625);
+    // The same in the spelling of transformers 5.
+    let mut five = text.clone();
+    let nested = five["text_config"].as_object_mut().unwrap();
+    nested.remove("rope_scaling");
+    nested.insert(
+        "rope_parameters".into(),
+        json!({
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}),
+    );
+    assert_eq!(parse(five.to_string().as_bytes()).unwrap(), c);
+}
+
+fn moe(patch: Value) -> Value {
+    let mut config = json!({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32});
+    config.as_object_mut().unwrap().extend(patch.as_object().unwrap().clone());
+    config
+}
+
+#[test]
+fn qwen3_moe() {
+    let sparse = |patch: Value| of("Qwen3MoeForCausalLM", moe(patch)).unwrap().moe.unwrap();
+    let all = sparse(json!({"norm_topk_prob": true}));
+    assert_eq!((all.num_experts, all.experts_per_token, all.norm_topk_prob), (8, 2, true));
+    assert_eq!(all.sparse_layers, [true, true]);
+    assert_eq!(sparse(json!({"decoder_sparse_step": 2})).sparse_layers, [false, true]);
+    assert_eq!(sparse(json!({"mlp_only_layers": [1]})).sparse_layers, [true, false]);
+    assert!(!sparse(json!({})).norm_topk_prob);
+    let message = of("Qwen3MoeForCausalLM", json!({})).unwrap_err().to_string();
+    assert!(message.contains("num_experts"), "{message}");
+}
+
+#[test]
+fn what_is_not_understood_is_refused_by_name() {
+    for (patch, word) in [
+        (json!({"rope_theta": null}), "rope_theta"),
+        (json!({"rope_scaling": {"rope_type": "su", "factor": 2}}), "su"),
+        (json!({"rope_scaling": {"factor": 2}}), "rope_type"),
+        (json!({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}}), "mrope_section"),
+        (json!({"rope_scaling": {"rope_type": "linear"}}), "rope factor"),
+        (json!({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}), "full_attention"),
+        (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+        (json!({"hidden_act": "gelu"}), "hidden_act"),
+        (json!({"quantization_config": {"quant_method": "bitsandbytes"}}), "bitsandbytes"),
+        (json!({"architectures": ["MambaForCausalLM"]}), "MambaForCausalLM"),
+        (json!({"vocab_size": "many"}), "vocab_size"),
+        (json!({"num_key_value_heads": 3}), "num_key_value_heads"),
+        (json!({"sliding_window": 40}), "sliding_window"),
+        (json!({"num_experts": 4}), "num_experts"),
+        (json!({"logits_scaling": 8.0}), "logits_scaling"),
+        (json!({"final_logit_softcapping": 30.0}), "final_logit_softcapping"),
+        (json!({"architectures": ["Phi3ForCausalLM"], "lm_head_bias": true}), "lm_head_bias"),
+        (json!({"architectures": ["MistralForCausalLM"], "attention_bias": true}), "attention_bias"),
+        (json!({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0}), "attn_logit"),
+        (
+            json!({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": true}),
+            "bidirectional",
+        ),
+        (
+            json!({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["linear_attention", "x"]}),
+            "linear_att",
+        ),
+    ] {
+        let message = with(patch).unwrap_err().to_string();
+        assert!(message.contains(word), "{message}");
+    }
+    assert!(parse(b"").unwrap_err().to_string().contains("not a JSON object"));
+    assert!(parse(b"[]").unwrap_err().to_string().contains("a list"));
+}
+
+#[test]
+fn quantization_is_read_beside_the_model() {
+    let mut config = llama();
+    assert_eq!(quantization(config.to_string().as_bytes()).unwrap(), None);
+    config["quantization_config"] = json!({"quant_method": "awq", "bits": 4, "group_size": 128});
+    let text = config.to_string();
+    assert!(parse(text.as_bytes()).is_ok());
+    assert_eq!(
+        quantization(text.as_bytes()).unwrap(),
+        Some(QuantizationConfig::Awq { bits: 4, group_size: Some(128) })
+    );
+}
+
+#[test]
+fn illegal_tp_sizes_say_what_works() {
+    let c = with(json!({"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 192})).unwrap();
+    let message = crate::shard::check_tp_size(&c, 3).unwrap_err().to_string();
+    assert_eq!(
+        message,
+        "--tp 3 neither divides the model's 2 KV heads nor is a multiple of them (6 query heads); \
+         tp sizes that work for this model: 1, 2, 6"
+    );
+    assert!(crate::shard::check_tp_size(&c, 0).is_err());
+    assert!(crate::shard::check_tp_size(&c, 4).unwrap_err().to_string().contains("6 query heads"));
+}
