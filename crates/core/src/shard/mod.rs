@@ -1,8 +1,13 @@
-//! Who holds what: the arithmetic of cutting tensors over a TP group.
+//! Who holds what: the arithmetic of cutting tensors over a TP group, and [`rule`], in whose terms
+//! each layer states how its weights are cut.
 //!
 //! Every rule of `docs/sharding.md` is one function here; layers, loader, planner and memory
 //! accounting all call it. Follows Megatron-LM (Shoeybi et al. 2019, §3) for column and row
 //! parallelism and SGLang for KV-head replication.
+
+pub mod rule;
+
+pub use rule::{Columns, Group, LocalMatrix, Piece, RowCut, WeightRule};
 
 use crate::config::{ConfigError, ModelConfig};
 use crate::limits::{K_LEAVES, TP_SIZE_MAX};
@@ -24,18 +29,21 @@ impl HeadShard {
     pub fn new(num_heads: usize, num_kv_heads: usize, tp_rank: usize, tp_size: usize) -> Self {
         assert!(tp_rank < tp_size && num_heads.is_multiple_of(tp_size), "checked by check_tp_size");
         let local = num_heads / tp_size;
-        let query_heads = tp_rank * local..(tp_rank + 1) * local;
+        Self {
+            query_heads: tp_rank * local..(tp_rank + 1) * local,
+            kv_heads: Self::kv_heads(num_kv_heads, tp_rank, tp_size),
+            kv_replicas: (tp_size / num_kv_heads).max(1),
+        }
+    }
+
+    /// The KV heads of `tp_rank`: split, or one of them replicated. Panics when the layout is illegal.
+    pub fn kv_heads(num_kv_heads: usize, tp_rank: usize, tp_size: usize) -> Range<usize> {
         if num_kv_heads.is_multiple_of(tp_size) {
-            let local_kv = num_kv_heads / tp_size;
-            return Self {
-                query_heads,
-                kv_heads: tp_rank * local_kv..(tp_rank + 1) * local_kv,
-                kv_replicas: 1,
-            };
+            return even(num_kv_heads, tp_rank, tp_size);
         }
         assert!(tp_size.is_multiple_of(num_kv_heads), "checked by check_tp_size");
         let head = tp_rank * num_kv_heads / tp_size;
-        Self { query_heads, kv_heads: head..head + 1, kv_replicas: tp_size / num_kv_heads }
+        head..head + 1
     }
 
     /// Query heads that share one KV head on this rank (grouped-query attention).
@@ -112,10 +120,15 @@ fn why_illegal(config: &ModelConfig, tp_size: usize) -> Option<String> {
             "neither divides the model's {kv} KV heads nor is a multiple of them ({heads} query heads)"
         ));
     }
-    if !config.intermediate_size.is_multiple_of(tp_size) {
+    let dense = (0..config.num_layers).any(|layer| config.moe_of(layer).is_none());
+    if dense && !config.intermediate_size.is_multiple_of(tp_size) {
         return Some(format!("does not divide the model's intermediate_size {}", config.intermediate_size));
     }
-    None
+    let expert_width = config.moe.as_ref().map(|moe| moe.expert_intermediate_size);
+    match expert_width.filter(|width| !width.is_multiple_of(tp_size)) {
+        Some(width) => Some(format!("does not divide the inner width {width} of the model's experts")),
+        None => None,
+    }
 }
 
 #[cfg(test)]
