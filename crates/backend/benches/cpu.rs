@@ -86,7 +86,15 @@ fn gemm(options: &CpuOptions) {
 /// Attention of SmolLM2-135M's heads.
 fn attention(options: &CpuOptions) {
     for (tokens, start) in [(512, 0), (512, 1536), (1, 1023), (1, 2047)] {
-        let shape = AttentionShape { heads: 9, kv_heads: 3, head_dim: 64, page_size: 16, tokens, start };
+        let shape = AttentionShape {
+            heads: 9,
+            kv_heads: 3,
+            head_dim: 64,
+            page_size: 16,
+            tokens,
+            start,
+            window: None,
+        };
         let peak = probe::fma_gflops(options.threads);
         let time = probe::attention_time(options.clone(), shape).expect(MAPPED).as_secs_f64();
         println!(

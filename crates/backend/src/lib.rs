@@ -11,16 +11,20 @@
 //! * CPU results are bit-equal for a row whatever the other rows, thread count, page size,
 //!   chunking and tp size (1, 2, 4, 8) are; see `docs/architecture.md`, "Numbers".
 //!
-//! Reading order: this file, [`batch`], [`linear`], then [`cpu`].
+//! Reading order: this file, [`batch`], [`linear`], [`moe`], then [`cpu`].
 
 pub mod batch;
 pub mod cpu;
 pub mod linear;
+pub mod moe;
 
 pub use batch::{AttentionBatch, AttentionRow};
 pub use linear::LinearSpec;
+pub use moe::{ExpertWeights, MoeArgs, MoeShape};
 
 use lockstep_comm::collective::Collective;
+use lockstep_core::PageId;
+use lockstep_core::config::{Activation, RopeFrequencies};
 
 /// Errors of building or running device operations.
 #[derive(Debug, thiserror::Error)]
@@ -88,9 +92,12 @@ pub struct QkvShape {
 pub struct ReduceAddNorm<'a, B: Backend + ?Sized> {
     /// Added once to the reduced sum: `[cols]`.
     pub bias: Option<&'a B::Vector>,
-    /// RMSNorm weight `[cols]`.
+    /// Weight `[cols]` of an RMSNorm of the reduced sum, bias included, before it is added to the
+    /// residual stream (Gemma's sandwich norms).
+    pub post_norm: Option<&'a B::Vector>,
+    /// RMSNorm weight `[cols]` for the next half layer's input.
     pub norm_weight: &'a B::Vector,
-    /// RMSNorm epsilon.
+    /// Epsilon of both norms.
     pub norm_eps: f32,
 }
 
@@ -104,8 +111,12 @@ pub trait Backend {
     type Linear;
     /// The rank's KV pool over all its layers.
     type KvCache;
-    /// Precomputed cos/sin `[max_position, head_dim/2]`.
+    /// Precomputed cos/sin `[max_position, rotary_dim/2]`.
     type RopeTable;
+    /// The experts of one layer.
+    type Experts;
+    /// Buffers of a mixture of experts; one serves all layers.
+    type MoeWorkspace;
 
     /// E.g. `cpu avx512 x2`; shown in logs and `/server_info`.
     fn describe(&self) -> String;
@@ -126,8 +137,15 @@ pub trait Backend {
     fn linear_bytes(&self, linear: &Self::Linear) -> usize;
     /// The KV pool.
     fn kv_cache(&self, layout: KvLayout) -> Result<Self::KvCache>;
-    /// cos/sin of `position * inverse_frequencies[i]`, computed in f64, stored f32.
-    fn rope_table(&self, inverse_frequencies: &[f64], max_position: usize) -> Result<Self::RopeTable>;
+    /// cos/sin of `position * frequencies.inverse[i]` times the attention factor, computed in f64,
+    /// stored f32.
+    fn rope_table(&self, frequencies: &RopeFrequencies, max_position: usize) -> Result<Self::RopeTable>;
+    /// The experts of a layer, by expert id. Panics when their shapes, types or leaves differ.
+    fn experts(&self, experts: Vec<ExpertWeights<Self>>) -> Result<Self::Experts>;
+    /// Buffers for [`Backend::moe`].
+    fn moe_workspace(&self, shape: MoeShape) -> Result<Self::MoeWorkspace>;
+    /// Bytes that [`Backend::moe_workspace`] asks for.
+    fn moe_workspace_bytes(shape: &MoeShape) -> usize;
 
     // ---- one step ---------------------------------------------------------------------------
 
@@ -157,7 +175,8 @@ pub trait Backend {
     );
     /// Per-head q/k RMSNorm (when `qk_norm` holds the two weights `[head_dim]`), rope on q and k by
     /// absolute position, and the store of k and v into their slots of layer `layer`. q is rotated
-    /// in place inside `qkv`.
+    /// in place inside `qkv`. The table's frequency `i` turns the elements `i` and
+    /// `i + rotary_dim/2` of each head; those from `rotary_dim` on pass through.
     fn rope_and_store(
         &mut self,
         args: RopeAndStore<'_, Self>,
@@ -165,7 +184,8 @@ pub trait Backend {
         cache: &mut Self::KvCache,
     );
     /// Causal grouped-query attention of q (the first columns of `qkv`) over the cached positions
-    /// `0..start+i` of each row of the batch, scale `1/sqrt(head_dim)`.
+    /// `0..=p` of each token's request, `p` its own, or the last `window` of them. Positions out of
+    /// sight are neither read nor walked: their pages may be gone.
     /// `out`: `[tokens, local_heads*head_dim]`.
     fn attention(
         &mut self,
@@ -174,10 +194,37 @@ pub trait Backend {
         cache: &Self::KvCache,
         out: &mut Self::Tensor,
     );
-    /// `out = silu(x[.., ..n]) * x[.., n..]` for the fused gate|up activation of width `2n`.
-    fn silu_mul(&mut self, gate_up: &Self::Tensor, rows: usize, out: &mut Self::Tensor);
-    /// The end of every half layer: `partial` summed over the TP group, bias added once,
-    /// `residual += sum`, `out = rms_norm(residual)`. One operation so that a device may fuse it.
+    /// `out = act(x[.., ..n]) * x[.., n..]` for the fused gate|up activation of width `2n`.
+    fn gated_activation(
+        &mut self,
+        activation: Activation,
+        gate_up: &Self::Tensor,
+        rows: usize,
+        out: &mut Self::Tensor,
+    );
+    /// `x *= factor`.
+    fn scale(&mut self, x: &mut Self::Tensor, factor: f32, rows: usize);
+    /// `x = cap * tanh(x / cap)`.
+    fn softcap(&mut self, x: &mut Self::Tensor, cap: f32, rows: usize);
+    /// A mixture of gated MLPs over `x` `[rows, hidden]`. Each token takes the experts of largest
+    /// softmax probability (over all experts, f32; equal ones by ascending id), weighted by it or by
+    /// its share among them. `out` `[rows, hidden]` receives this rank's partial sums, to be reduced
+    /// like those of a down projection.
+    ///
+    /// Determinism: within a leaf of the down projection experts add up in ascending id, then
+    /// leaves as in [`Backend::matmul`]; bit-equal for a token whatever the batch, and over tp 1, 2,
+    /// 4, 8.
+    fn moe(
+        &mut self,
+        args: MoeArgs<'_, Self>,
+        experts: &Self::Experts,
+        x: &Self::Tensor,
+        rows: usize,
+        buffers: (&mut Self::MoeWorkspace, &mut Self::Tensor), // (work, out)
+    );
+    /// The end of every half layer: `partial` summed over the TP group, bias added once, normed if
+    /// the family asks (`post_norm`), `residual += sum`, `out = rms_norm(residual)`. `partial` is
+    /// left undefined. One operation so that a device may fuse it.
     /// **Collective: all ranks of the TP group, in the same order.**
     fn reduce_add_norm(
         &mut self,
@@ -191,6 +238,9 @@ pub trait Backend {
     fn gather_rows(&mut self, x: &Self::Tensor, rows: &[u32], out: &mut Self::Tensor);
     /// The first `rows` rows as host memory, row-major. Waits for the device.
     fn read<'a>(&mut self, x: &'a Self::Tensor, rows: usize) -> std::borrow::Cow<'a, [f32]>;
+    /// Fills K and V of these pages with NaN in every layer, so that a read of a page that was given
+    /// back, or of a slot that was never written, shows in the logits. For debug builds and tests.
+    fn poison(&mut self, cache: &mut Self::KvCache, pages: &[PageId]);
 }
 
 /// Arguments of [`Backend::rope_and_store`].
@@ -217,4 +267,10 @@ pub struct Attention<'a> {
     pub shape: QkvShape,
     /// Which tokens belong to which request and where their pages are.
     pub batch: AttentionBatch<'a>,
+    /// Multiplies the dot products.
+    pub scale: f32,
+    /// Scores become `cap * tanh(score / cap)`.
+    pub softcap: Option<f32>,
+    /// Positions that a token sees, its own included; `None` for all before it.
+    pub window: Option<usize>,
 }

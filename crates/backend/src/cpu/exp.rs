@@ -1,4 +1,5 @@
-//! The one exponential of the CPU backend, used by attention and silu, in lanes and tails alike.
+//! The one exponential of the CPU backend, used by attention, activations, soft caps
+//! and routing, in lanes and tails alike.
 //!
 //! `exp(x) = 2^n * exp(r)` with `n = round(x / ln 2)` and `r = x - n ln 2` in two steps (Cody and
 //! Waite), `exp(r)` by the degree-7 polynomial of Cephes `expf`. Relative error at most 2 units

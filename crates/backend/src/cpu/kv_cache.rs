@@ -5,9 +5,11 @@
 //! page by page as slots are first written.
 //!
 //! ```text
-//! rope, half-split pairs: lo = q[i] * cos - q[i + h/2] * sin
-//!                         hi = q[i + h/2] * cos + q[i] * sin      (products and sums rounded each)
+//! rope of the first r elements of a head, half-split pairs (products and sums rounded each):
+//!     lo = q[i] * cos - q[i + r/2] * sin
+//!     hi = q[i + r/2] * cos + q[i] * sin
 //! ```
+//! Elements from `r` on (partial rotary) pass through.
 
 use super::memory::{HUGE_PAGE, Region};
 use super::pointwise::{RmsNorm, for_rows};
@@ -16,6 +18,7 @@ use super::simd::{Isa, Kernel, LANES, Simd, load_at, store_at};
 use super::tensor::RowsOut;
 use crate::{KvLayout, QkvShape, Result};
 use lockstep_core::PageId;
+use lockstep_core::config::RopeFrequencies;
 
 /// The pool over the rank's layers.
 pub struct CpuKvCache {
@@ -47,6 +50,20 @@ impl CpuKvCache {
         (self.k.as_mut_slice(), self.v.as_mut_slice())
     }
 
+    /// Fills the slots of `pages` with NaN in every layer; see [`crate::Backend::poison`].
+    pub(super) fn poison(&mut self, pages: &[PageId]) {
+        let l = self.layout;
+        let page_len = l.local_kv_heads * l.page_size * l.head_dim;
+        for layer in 0..l.local_layers {
+            for &page in pages {
+                let first = self.index(layer, page as usize, 0, 0);
+                for part in [&mut self.k, &mut self.v] {
+                    part.as_mut_slice::<f32>()[first..first + page_len].fill(f32::NAN);
+                }
+            }
+        }
+    }
+
     /// Index of the first element of a slot. Panics when it is not in the pool.
     fn index(&self, layer: usize, page: usize, head: usize, offset: usize) -> usize {
         let l = &self.layout;
@@ -65,7 +82,7 @@ impl CpuKvCache {
     }
 }
 
-/// cos and sin of every position, `[max_position][head_dim / 2]` each.
+/// cos and sin of every position, `[max_position][rotary_dim / 2]` each.
 pub struct CpuRopeTable {
     half: usize,
     max_position: usize,
@@ -74,8 +91,12 @@ pub struct CpuRopeTable {
 
 impl CpuRopeTable {
     /// See [`crate::Backend::rope_table`].
-    pub(super) fn new(pool: &ThreadPool, frequencies: &[f64], max_position: usize) -> Result<Self> {
-        let half = frequencies.len();
+    pub(super) fn new(
+        pool: &ThreadPool,
+        frequencies: &RopeFrequencies,
+        max_position: usize,
+    ) -> Result<Self> {
+        let (half, factor) = (frequencies.inverse.len(), frequencies.attention_factor);
         let bytes = 2 * half * max_position * size_of::<f32>();
         let mut region = Region::own(bytes, bytes >= HUGE_PAGE, "the rope table")?;
         let rows = RowsOut::new(region.as_mut_slice(), 2 * half);
@@ -83,9 +104,9 @@ impl CpuRopeTable {
             // SAFETY: each position has its own row.
             let row = unsafe { rows.part(position, 0, 2 * half) };
             let (cos, sin) = row.split_at_mut(half);
-            for (i, frequency) in frequencies.iter().enumerate() {
+            for (i, frequency) in frequencies.inverse.iter().enumerate() {
                 let angle = position as f64 * frequency;
-                (cos[i], sin[i]) = (angle.cos() as f32, angle.sin() as f32);
+                (cos[i], sin[i]) = ((angle.cos() * factor) as f32, (angle.sin() * factor) as f32);
             }
         });
         Ok(Self { half, max_position, region })
@@ -163,10 +184,11 @@ impl StoreTokens<'_> {
         assert_eq!(qkv.cols, width, "qkv has the columns of its heads");
         assert_eq!(self.positions.len(), self.slots.len(), "a position and a slot for each token");
         assert_eq!(
-            (layout.head_dim, layout.local_kv_heads, 2 * self.rope.half),
-            (shape.head_dim, shape.local_kv_heads, shape.head_dim),
-            "cache and rope table are made for these heads"
+            (layout.head_dim, layout.local_kv_heads),
+            (shape.head_dim, shape.local_kv_heads),
+            "the cache is made for these heads"
         );
+        assert!(2 * self.rope.half <= shape.head_dim, "the rope table is no wider than a head");
         let writer = PoolWriter { k: cache.k.as_mut_ptr(), v: cache.v.as_mut_ptr() };
         let (cache, writer) = (&*cache, &writer);
         for_rows(pool, self.positions.len(), width, &|token| {
@@ -209,8 +231,11 @@ impl StoreTokens<'_> {
         }
         let (cos, sin) = self.rope.row(self.positions[token]);
         let rotate = Rotate { x, out, cos: cos.as_ptr(), sin: sin.as_ptr(), half: cos.len() };
-        // SAFETY: `head` and `out` hold `2 * half` elements; `out` is the head itself or a slot of
-        // the pool.
+        // SAFETY: `head` and `out` hold at least `2 * half` elements; `out` is the head itself or a
+        // slot of the pool.
         unsafe { isa.run(rotate) };
+        let turned = 2 * cos.len();
+        // SAFETY: both are valid for `head_dim` elements; `copy` allows that they are the same.
+        unsafe { std::ptr::copy(x.add(turned), out.add(turned), head.len() - turned) };
     }
 }

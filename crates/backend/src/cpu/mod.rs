@@ -6,38 +6,46 @@
 //! the positions before it.
 //!
 //! **Invariants**
-//! * Memory for an operation exists before it runs: activations, pool and the per-thread workspace
-//!   are made at start-up. The list of attention tasks grows once to the largest step.
+//! * Memory for an operation exists before it runs: activations, pool and workspaces are made at
+//!   start-up. The list of attention tasks grows once to the largest step.
 //! * Only this folder holds unsafe kernels of the CPU. A panic in one aborts the process.
 //!
-//! Reading order: [`simd`], `pool`, `memory`, `packed`, `matmul`, `pointwise`, `kv_cache`,
-//! `attention`; [`probe`] measures the machine.
+//! Reading order: [`simd`], `pool`, `memory`, `packed`, `matmul`, `pointwise`, `activation`,
+//! `kv_cache`, `attention`, `moe`; [`probe`] measures the machine.
 
 // Kernels index lanes and tiles by number; iterator adapters would put vector operations into
 // closures, which do not inherit the target features.
 #![allow(clippy::needless_range_loop)]
 
+mod activation;
 mod attention;
 mod exp;
 mod kv_cache;
 mod matmul;
 mod memory;
+mod moe;
 mod packed;
 mod pointwise;
 mod pool;
 pub mod probe;
 mod simd;
+mod tanh;
 mod tensor;
 #[cfg(test)]
 mod tests;
 
 pub use kv_cache::{CpuKvCache, CpuRopeTable};
+pub use moe::{CpuExperts, CpuMoeWorkspace};
 pub use packed::PackedLinear;
 pub use simd::Isa;
 pub use tensor::{CpuTensor, CpuVector};
 
-use crate::{Attention, Backend, KvLayout, LinearSpec, ReduceAddNorm, Result, RopeAndStore};
+use crate::{
+    Attention, Backend, ExpertWeights, KvLayout, LinearSpec, MoeArgs, MoeShape, ReduceAddNorm, Result, RopeAndStore,
+};
 use lockstep_comm::collective::Collective;
+use lockstep_core::PageId;
+use lockstep_core::config::{Activation, RopeFrequencies};
 use std::borrow::Cow;
 
 /// How the backend of one rank runs.
@@ -58,7 +66,7 @@ pub struct CpuBackend {
     pool: pool::ThreadPool,
     arena: memory::Arena,
     scratch: tensor::Scratch,
-    attention_tasks: Vec<attention::Task>,
+    attention_plan: attention::Plan,
 }
 
 impl CpuBackend {
@@ -77,8 +85,9 @@ impl CpuBackend {
         let threads = if options.threads == 0 { available_cores() } else { options.threads };
         let pool = pool::ThreadPool::new(threads, options.cores.as_deref());
         let arena = memory::Arena::default();
-        let scratch = tensor::Scratch::new(&arena, threads, matmul::SCRATCH_LEN.max(attention::SCRATCH_LEN))?;
-        Ok(Self { isa, pool, arena, scratch, attention_tasks: Vec::new() })
+        // A mixture's scratch covers the matrix product's.
+        let scratch = tensor::Scratch::new(&arena, threads, moe::SCRATCH_LEN.max(attention::SCRATCH_LEN))?;
+        Ok(Self { isa, pool, arena, scratch, attention_plan: attention::Plan::new()? })
     }
 
     /// The instruction set in use.
@@ -103,6 +112,8 @@ impl Backend for CpuBackend {
     type Linear = PackedLinear;
     type KvCache = CpuKvCache;
     type RopeTable = CpuRopeTable;
+    type Experts = CpuExperts;
+    type MoeWorkspace = CpuMoeWorkspace;
 
     fn describe(&self) -> String {
         format!("cpu {} x{}", self.isa.name(), self.threads())
@@ -132,8 +143,20 @@ impl Backend for CpuBackend {
         CpuKvCache::new(layout)
     }
 
-    fn rope_table(&self, inverse_frequencies: &[f64], max_position: usize) -> Result<CpuRopeTable> {
-        CpuRopeTable::new(&self.pool, inverse_frequencies, max_position)
+    fn rope_table(&self, frequencies: &RopeFrequencies, max_position: usize) -> Result<CpuRopeTable> {
+        CpuRopeTable::new(&self.pool, frequencies, max_position)
+    }
+
+    fn experts(&self, experts: Vec<ExpertWeights<Self>>) -> Result<CpuExperts> {
+        Ok(CpuExperts::new(experts))
+    }
+
+    fn moe_workspace(&self, shape: MoeShape) -> Result<CpuMoeWorkspace> {
+        CpuMoeWorkspace::new(&self.arena, shape)
+    }
+
+    fn moe_workspace_bytes(shape: &MoeShape) -> usize {
+        CpuMoeWorkspace::bytes(shape)
     }
 
     fn embed(&mut self, table: &PackedLinear, first_id: u32, ids: &[u32], out: &mut CpuTensor) {
@@ -172,6 +195,7 @@ impl Backend for CpuBackend {
             isa: self.isa,
             weights: w,
             x: x.view(rows),
+            x_rows: None,
             bias,
             rows,
             out: out.view_mut(rows),
@@ -198,13 +222,52 @@ impl Backend for CpuBackend {
             isa: self.isa,
             pool: &self.pool,
             scratch: self.scratch.view(),
-            tasks: &mut self.attention_tasks,
+            plan: &mut self.attention_plan,
         };
         attention::attention(runtime, &args, qkv.view(tokens), cache, out.view_mut(tokens));
     }
 
-    fn silu_mul(&mut self, gate_up: &CpuTensor, rows: usize, out: &mut CpuTensor) {
-        pointwise::silu_mul(self.isa, &self.pool, gate_up.view(rows), out.view_mut(rows));
+    fn gated_activation(
+        &mut self,
+        activation: Activation,
+        gate_up: &CpuTensor,
+        rows: usize,
+        out: &mut CpuTensor,
+    ) {
+        activation::gated(self.isa, &self.pool, activation, gate_up.view(rows), out.view_mut(rows));
+    }
+
+    fn scale(&mut self, x: &mut CpuTensor, factor: f32, rows: usize) {
+        let change = activation::Change::Scale(factor);
+        activation::change(self.isa, &self.pool, change, x.view_mut(rows), rows);
+    }
+
+    fn softcap(&mut self, x: &mut CpuTensor, cap: f32, rows: usize) {
+        assert!(cap > 0.0, "a soft cap is positive");
+        let change = activation::Change::Softcap(cap);
+        activation::change(self.isa, &self.pool, change, x.view_mut(rows), rows);
+    }
+
+    fn moe(
+        &mut self,
+        args: MoeArgs<'_, Self>,
+        experts: &CpuExperts,
+        x: &CpuTensor,
+        rows: usize,
+        (work, out): (&mut CpuMoeWorkspace, &mut CpuTensor),
+    ) {
+        let mixture = moe::Mixture {
+            isa: self.isa,
+            scratch: self.scratch.view(),
+            experts,
+            experts_per_token: args.experts_per_token,
+            activation: args.activation,
+            norm_topk_prob: args.norm_topk_prob,
+            logits: args.router_logits.view(rows),
+            x: x.view(rows),
+            out: out.view_mut(rows),
+        };
+        mixture.run(&self.pool, rows, work);
     }
 
     fn reduce_add_norm(
@@ -217,8 +280,10 @@ impl Backend for CpuBackend {
     ) -> Result<()> {
         collective.all_reduce_f32(partial.rows_mut(rows))?;
         let add_norm = pointwise::AddNorm {
-            x: partial.view(rows),
+            x: partial.view_mut(rows),
+            rows,
             bias: args.bias.map(CpuVector::values),
+            post_weight: args.post_norm.map(CpuVector::values),
             weight: args.norm_weight.values(),
             eps: args.norm_eps,
             residual: residual.view_mut(rows),
@@ -239,5 +304,9 @@ impl Backend for CpuBackend {
 
     fn read<'a>(&mut self, x: &'a CpuTensor, rows: usize) -> Cow<'a, [f32]> {
         Cow::Borrowed(x.rows(rows))
+    }
+
+    fn poison(&mut self, cache: &mut CpuKvCache, pages: &[PageId]) {
+        cache.poison(pages);
     }
 }

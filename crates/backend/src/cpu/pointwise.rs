@@ -1,13 +1,11 @@
-//! Row-wise operations: RMSNorm, residual add, silu.
+//! Row-wise operations: RMSNorm and the residual add.
 //!
 //! ```text
 //! rms_norm: s = sum of x[k]², lane k mod 16 by fma from 0, lanes by the fixed tree
 //!           out[k] = (x[k] * (1 / sqrt(s / n + eps))) * weight[k]
-//! silu_mul: out[k] = (g / (1 + exp(-g))) * u
 //! ```
 //! Each row depends on nothing but itself, so results do not depend on the batch or the threads.
 
-use super::exp::exp;
 use super::pool::ThreadPool;
 use super::simd::{Isa, Kernel, LANES, Simd, load_at, store_at};
 use super::tensor::{RowsIn, RowsOut};
@@ -92,35 +90,6 @@ impl Kernel for AddRow {
     }
 }
 
-/// `out = silu(gate) * up` of one row.
-#[derive(Clone, Copy)]
-struct SiluMul {
-    gate: *const f32,
-    up: *const f32,
-    out: *mut f32,
-    len: usize,
-}
-
-impl Kernel for SiluMul {
-    type Output = ();
-
-    /// # Safety
-    /// All are valid for `len` elements and do not overlap.
-    #[inline(always)]
-    unsafe fn run<S: Simd>(self) {
-        for i in (0..self.len).step_by(LANES) {
-            // SAFETY: `i < len`.
-            unsafe {
-                let gate = load_at::<S>(self.gate, i, self.len);
-                let up = load_at::<S>(self.up, i, self.len);
-                let one = S::splat(1.0);
-                let sigmoid_inverse = S::add(one, exp::<S>(S::sub(S::splat(0.0), gate)));
-                store_at::<S>(self.out, i, self.len, S::mul(S::div(gate, sigmoid_inverse), up));
-            }
-        }
-    }
-}
-
 /// RMSNorm of every row of `x`.
 pub(super) fn rms_norm(
     isa: Isa,
@@ -140,10 +109,14 @@ pub(super) fn rms_norm(
     });
 }
 
-/// The local part of `reduce_add_norm`: `residual += x + bias`, `out = rms_norm(residual)`.
+/// The local part of `reduce_add_norm`: `sum = x + bias`, with `post_weight` `sum = rms_norm(sum)`,
+/// then `residual += sum`, `out = rms_norm(residual)`.
 pub(super) struct AddNorm<'a> {
-    pub x: RowsIn<'a>,
+    /// Overwritten when there is a `post_weight`.
+    pub x: RowsOut<'a>,
+    pub rows: usize,
     pub bias: Option<&'a [f32]>,
+    pub post_weight: Option<&'a [f32]>,
     pub weight: &'a [f32],
     pub eps: f32,
     pub residual: RowsOut<'a>,
@@ -151,36 +124,35 @@ pub(super) struct AddNorm<'a> {
 }
 
 impl AddNorm<'_> {
-    /// All rows of `x`.
+    /// The first `rows` rows.
     pub(super) fn run(&self, isa: Isa, pool: &ThreadPool) {
         let len = self.x.cols;
-        let widths =
-            [self.residual.cols, self.out.cols, self.weight.len(), self.bias.map_or(len, <[f32]>::len)];
-        assert_eq!(widths, [len; 4], "all operands have the columns of x");
-        for_rows(pool, self.x.data.len() / len.max(1), len, &|row| {
-            let residual = self.residual.pointer(row, 0);
-            let bias = self.bias.map_or(std::ptr::null(), <[f32]>::as_ptr);
-            let add = AddRow { residual, x: self.x.row(row).as_ptr(), bias, len };
-            let out = self.out.pointer(row, 0);
-            let norm = RmsNorm { x: residual, weight: self.weight.as_ptr(), out, len, eps: self.eps };
-            // SAFETY: one row of each operand; row `row` of `residual` and `out` belongs to this
-            // call alone.
-            unsafe {
-                isa.run(add);
-                isa.run(norm);
-            }
-        });
+        let vector = |v: Option<&[f32]>| v.map_or(len, <[f32]>::len);
+        let vectors = [self.weight.len(), vector(self.bias), vector(self.post_weight)];
+        assert_eq!(vectors, [len; 3], "all vectors have the columns of x");
+        assert_eq!([self.residual.cols, self.out.cols], [len; 2], "all operands have the columns of x");
+        for_rows(pool, self.rows, len, &|row| self.row(isa, row));
     }
-}
 
-/// `out = silu(x[.., ..n]) * x[.., n..]` for every row of `x`, `n` columns of `out`.
-pub(super) fn silu_mul(isa: Isa, pool: &ThreadPool, x: RowsIn<'_>, out: RowsOut<'_>) {
-    let len = out.cols;
-    assert_eq!(x.cols, 2 * len, "gate and up are as wide as out");
-    for_rows(pool, x.data.len() / x.cols.max(1), len, &|row| {
-        let (gate, up) = x.row(row).split_at(len);
-        let silu = SiluMul { gate: gate.as_ptr(), up: up.as_ptr(), out: out.pointer(row, 0), len };
-        // SAFETY: `len` elements of each; row `row` of `out` belongs to this call alone.
-        unsafe { isa.run(silu) };
-    });
+    fn row(&self, isa: Isa, row: usize) {
+        let (len, eps) = (self.x.cols, self.eps);
+        let (x, residual, out) =
+            (self.x.pointer(row, 0), self.residual.pointer(row, 0), self.out.pointer(row, 0));
+        let mut bias = self.bias.map_or(std::ptr::null(), <[f32]>::as_ptr);
+        if let Some(post) = self.post_weight {
+            if !bias.is_null() {
+                // SAFETY: row `row` of `x` belongs to this call alone, and the bias is as long.
+                unsafe { isa.run(AddRow { residual: x, x: bias, bias: std::ptr::null(), len }) };
+                bias = std::ptr::null();
+            }
+            // SAFETY: as above, for the norm weight; in place.
+            unsafe { isa.run(RmsNorm { x, weight: post.as_ptr(), out: x, len, eps }) };
+        }
+        let norm = RmsNorm { x: residual, weight: self.weight.as_ptr(), out, len, eps };
+        // SAFETY: one row of each operand; row `row` of each belongs to this call alone.
+        unsafe {
+            isa.run(AddRow { residual, x, bias, len });
+            isa.run(norm);
+        }
+    }
 }

@@ -181,6 +181,8 @@ pub struct AttentionShape {
     pub tokens: usize,
     /// Tokens cached before them.
     pub start: usize,
+    /// Sliding window.
+    pub window: Option<usize>,
 }
 
 impl AttentionShape {
@@ -238,7 +240,9 @@ pub fn attention_time(options: CpuOptions, shape: AttentionShape) -> Result<Dura
     let best = best_of(|| {
         for layer in 0..layout.local_layers {
             let batch = AttentionBatch { rows: &[row], pages: &pages };
-            backend.attention(Attention { layer, shape: heads, batch }, &qkv, &cache, &mut out);
+            let scale = 1.0 / (shape.head_dim as f32).sqrt();
+            let args = Attention { layer, shape: heads, batch, scale, softcap: None, window: shape.window };
+            backend.attention(args, &qkv, &cache, &mut out);
         }
     });
     Ok(best / layout.local_layers as u32)

@@ -93,6 +93,14 @@ impl<'a> RowsOut<'a> {
         Self { start: data.as_mut_ptr(), len: data.len(), cols, _borrow: std::marker::PhantomData }
     }
 
+    /// The rows from `first` on. Panics when there are fewer.
+    pub(super) fn rows_from(self, first: usize) -> Self {
+        let skip = first * self.cols;
+        assert!(skip <= self.len, "row {first} lies inside the rows");
+        // SAFETY: at most one past the end of the borrowed slice by the assertion.
+        Self { start: unsafe { self.start.add(skip) }, len: self.len - skip, ..self }
+    }
+
     /// Elements `from..from + len` of row `row`. Panics when they are outside.
     ///
     /// # Safety

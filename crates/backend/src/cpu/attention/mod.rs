@@ -1,32 +1,44 @@
 //! Causal grouped-query attention straight on the page table, prefill and decode alike.
 //!
-//! For a query `q` at absolute position `t` the positions `0..=t` are walked in segments of
-//! [`ATTENTION_SEGMENT`] absolute positions, whatever the pages, chunks, batch or threads are
-//! (online softmax, Milakov and Gimelshein 2018; Dao et al. 2022, but per fixed segment):
+//! A query `q` at absolute position `t` sees the positions `max(0, t - window + 1)..=t`. They are
+//! walked in segments of [`ATTENTION_SEGMENT`] absolute positions, whatever the pages, chunks, batch
+//! or threads are (online softmax, Milakov and Gimelshein 2018; Dao et al. 2022, but per fixed
+//! segment):
 //! ```text
-//! s[p]  = dot(q, k[p]) * (1 / sqrt(head_dim)); dot: lane d mod 16 by fma from 0, lanes by the tree
+//! s[p]  = softcap(dot(q, k[p]) * scale);            dot: lane d mod 16 by fma from 0, lanes by the tree
 //! m'    = max(m, max s[p] of the segment)                      m starts at -inf
 //! a     = exp(m - m')
 //! w[p]  = exp(s[p] - m')
 //! l     = fma(l, a, sum w[p]); sum: lane p mod 16 ascending, lanes by the tree
 //! o[d]  = o[d] * a, then o[d] = fma(w[p], v[p][d], o[d]) for ascending p
+//! ```
+//! [`SPLIT`] absolute positions, a whole number of segments, are one split, for which `m`, `l` and
+//! `o` start afresh. Splits are joined in ascending order (Dao et al. 2023, flash-decoding, but at
+//! fixed places):
+//! ```text
+//! m'    = max(m1, m2), a = exp(m1 - m'), b = exp(m2 - m')
+//! l     = fma(l1, a, l2 * b), o[d] = fma(o1[d], a, o2[d] * b)
 //! out   = o[d] / l
 //! ```
-//! Positions after `t` are not part of any sum, and no position beyond the last query of a task is
-//! read.
+//! Positions out of sight are not part of any sum, and no position that no query of a task sees is
+//! read: the pages before a window may be gone. Segments before the window are not walked.
 //!
 //! A task is a few consecutive tokens of one request times the query heads that share one KV head,
-//! so each key and value is loaded once for all of them.
+//! so each key and value is loaded once for all of them. A step with fewer tasks than threads can
+//! share, which is decode of a long context, is cut further, by splits.
 
 mod kernels;
+mod plan;
 mod scores;
 mod task;
+
+pub(super) use plan::Plan;
 
 use super::kv_cache::CpuKvCache;
 use super::pool::ThreadPool;
 use super::simd::Isa;
 use super::tensor::{RowsIn, RowsOut};
-use crate::{Attention, AttentionRow};
+use crate::Attention;
 use lockstep_core::limits::ATTENTION_SEGMENT;
 use task::TaskRun;
 
@@ -36,48 +48,13 @@ pub(super) const HEAD_DIM_MAX: usize = 512;
 /// few enough that scores and sums stay in the second-level cache.
 const TASK_QUERIES: usize = 64;
 
-/// Scratch elements of each thread.
+/// Positions of a split: small enough that a few thousand occupy several threads, large enough that
+/// joining states is lost beside the walk (0.3 %).
+const SPLIT: usize = 8 * ATTENTION_SEGMENT;
+
+/// Scratch elements of each thread: scores, two states, turned keys.
 pub(super) const SCRATCH_LEN: usize =
-    TASK_QUERIES * (ATTENTION_SEGMENT + HEAD_DIM_MAX + 2) + HEAD_DIM_MAX * ATTENTION_SEGMENT;
-
-/// Some tokens of one request times some query heads of one KV head.
-#[derive(Clone, Copy)]
-pub(super) struct Task {
-    /// Index into the batch's rows.
-    row: u32,
-    /// First token, counted from the row's first.
-    token: u32,
-    tokens: u32,
-    kv_head: u32,
-    /// First query head, counted from the first head of the KV head's group.
-    head: u32,
-    heads: u32,
-}
-
-/// Cuts a batch into tasks; `tasks` keeps its memory between steps.
-fn plan(tasks: &mut Vec<Task>, rows: &[AttentionRow], kv_heads: usize, group: usize) {
-    tasks.clear();
-    let heads = group.min(TASK_QUERIES);
-    let tokens = (TASK_QUERIES / heads).max(1) as u32;
-    for (index, row) in rows.iter().enumerate() {
-        // Late tokens see more positions: they come first, so that the end is evened out by
-        // small tasks.
-        for first in (0..row.token_count).step_by(tokens as usize).rev() {
-            for kv_head in 0..kv_heads as u32 {
-                for head in (0..group).step_by(heads) {
-                    tasks.push(Task {
-                        row: index as u32,
-                        token: first,
-                        tokens: tokens.min(row.token_count - first),
-                        kv_head,
-                        head: head as u32,
-                        heads: heads.min(group - head) as u32,
-                    });
-                }
-            }
-        }
-    }
-}
+    TASK_QUERIES * ATTENTION_SEGMENT + 2 * plan::STATE_LEN_MAX + HEAD_DIM_MAX * ATTENTION_SEGMENT;
 
 /// Where one operation runs.
 pub(super) struct Runtime<'a> {
@@ -85,8 +62,7 @@ pub(super) struct Runtime<'a> {
     pub pool: &'a ThreadPool,
     /// A row of [`SCRATCH_LEN`] for each thread.
     pub scratch: RowsOut<'a>,
-    /// Reused from step to step.
-    pub tasks: &'a mut Vec<Task>,
+    pub plan: &'a mut Plan,
 }
 
 /// See [`crate::Backend::attention`].
@@ -97,23 +73,29 @@ pub(super) fn attention(
     cache: &CpuKvCache,
     out: RowsOut<'_>,
 ) {
+    check(args, qkv.cols, out.cols, cache);
+    let (isa, pool, scratch) = (runtime.isa, runtime.pool, runtime.scratch);
+    runtime.plan.fill(args, pool.threads());
+    let (walks, merges, partials) = runtime.plan.parts();
+    for tasks in [walks, merges] {
+        pool.run(tasks.len(), &|index, thread| {
+            // SAFETY: the scratch row of a thread is used by one chunk at a time.
+            let scratch = unsafe { scratch.part(thread, 0, SCRATCH_LEN) };
+            TaskRun::new(isa, tasks[index], args, qkv, cache).run(scratch, partials, out);
+        });
+    }
+}
+
+/// Panics when the operands do not fit together.
+fn check(args: &Attention<'_>, qkv_cols: usize, out_cols: usize, cache: &CpuKvCache) {
     let shape = &args.shape;
     let dim = shape.head_dim;
     assert!(dim <= HEAD_DIM_MAX, "head_dim {dim} is at most {HEAD_DIM_MAX}");
     assert!(shape.local_heads.is_multiple_of(shape.local_kv_heads), "query heads come in equal groups");
-    assert_eq!(
-        qkv.cols,
-        (shape.local_heads + 2 * shape.local_kv_heads) * dim,
-        "qkv has the columns of its heads"
-    );
-    assert_eq!(out.cols, shape.local_heads * dim, "out has the columns of the query heads");
+    let columns = (shape.local_heads + 2 * shape.local_kv_heads) * dim;
+    assert_eq!(qkv_cols, columns, "qkv has the columns of its heads");
+    assert_eq!(out_cols, shape.local_heads * dim, "out has the columns of the query heads");
     assert_eq!(cache.layout().head_dim, dim, "the cache is made for these heads");
-    let group = shape.local_heads / shape.local_kv_heads;
-    plan(runtime.tasks, args.batch.rows, shape.local_kv_heads, group);
-    let (tasks, isa, scratch) = (&*runtime.tasks, runtime.isa, runtime.scratch);
-    runtime.pool.run(tasks.len(), &|index, thread| {
-        // SAFETY: the scratch row of a thread is used by one chunk at a time.
-        let scratch = unsafe { scratch.part(thread, 0, SCRATCH_LEN) };
-        TaskRun::new(isa, tasks[index], args, qkv, cache).run(scratch, out);
-    });
+    assert_ne!(args.window, Some(0), "a token sees at least itself");
+    assert!(args.softcap.is_none_or(|cap| cap > 0.0), "a soft cap is positive");
 }

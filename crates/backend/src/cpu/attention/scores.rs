@@ -8,6 +8,7 @@
 use super::kernels::Segment;
 use crate::cpu::simd::{Isa, Kernel, LANES, Simd, load_at};
 use lockstep_core::limits::ATTENTION_SEGMENT;
+use std::ops::Range;
 
 /// Queries from which turning the keys pays.
 const TURN_QUERIES_MIN: usize = 16;
@@ -62,10 +63,11 @@ impl<const C: usize> Kernel for Direct<C> {
         for query in 0..s.queries {
             // SAFETY: `query < queries`, and 16 of the 64 keys from `from` on exist.
             unsafe {
-                for from in (0..*s.counts.add(query)).step_by(LANES) {
+                let span = *s.spans.add(query);
+                for from in (span.first_lane()..span.to).step_by(LANES) {
                     let dots = self.sixteen::<S>(*s.q.add(query), s.k.add(from));
                     let out = s.weights.add(query * ATTENTION_SEGMENT + from);
-                    S::store(out, S::mul(dots, S::splat(s.scale)));
+                    S::store(out, s.score::<S>(dots));
                 }
             }
         }
@@ -153,10 +155,9 @@ impl<const C: usize> Kernel for Turned<C> {
         let s = &self.segment;
         // SAFETY: queries are below `queries`; positions are cut at 64, where keys repeat.
         unsafe {
-            // Later queries see more: the last one sees every position that any does.
-            let positions = *s.counts.add(s.queries - 1);
-            self.turn::<S>(positions);
-            for from in (0..positions).step_by(PAIR) {
+            let seen = s.seen.from / PAIR * PAIR..s.seen.to;
+            self.turn::<S>(seen.clone());
+            for from in seen.step_by(PAIR) {
                 let mut query = 0;
                 while query < s.queries {
                     if query + 1 < s.queries {
@@ -172,13 +173,13 @@ impl<const C: usize> Kernel for Turned<C> {
 }
 
 impl<const C: usize> Turned<C> {
-    /// Turns the keys of the first `positions` positions, rounded up to 32.
+    /// Turns the keys of `places`, whose end is rounded up to a multiple of 32.
     ///
     /// # Safety
-    /// As the kernel.
+    /// As the kernel; `places` starts at a multiple of 32.
     #[inline(always)]
-    unsafe fn turn<S: Simd>(&self, positions: usize) {
-        for from in (0..positions.next_multiple_of(PAIR)).step_by(LANES) {
+    unsafe fn turn<S: Simd>(&self, places: Range<usize>) {
+        for from in (places.start..places.end.next_multiple_of(PAIR)).step_by(LANES) {
             for c in (0..self.segment.dim).step_by(LANES) {
                 // SAFETY: key pointers up to 64 exist, `c + 16 <= dim`, and `turned` holds
                 // `dim * 64` elements.
@@ -210,11 +211,10 @@ impl<const C: usize> Turned<C> {
             }
             let keys = self.turned.add(from);
             let dots = self.tree1::<S, Q>(&q, keys, 0);
-            let scale = S::splat(self.segment.scale);
             for i in 0..Q {
                 let out = self.segment.weights.add((query + i) * ATTENTION_SEGMENT + from);
-                S::store(out, S::mul(dots[i][0], scale));
-                S::store(out.add(LANES), S::mul(dots[i][1], scale));
+                S::store(out, self.segment.score::<S>(dots[i][0]));
+                S::store(out.add(LANES), self.segment.score::<S>(dots[i][1]));
             }
         }
     }

@@ -7,7 +7,7 @@ use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
 use std::marker::PhantomData;
 
 /// How a stored weight becomes f32 lanes.
-pub(super) trait Weight: Copy {
+pub(in crate::cpu) trait Weight: Copy {
     /// Bytes of 16 elements.
     const ROW_BYTES: usize;
 
@@ -20,13 +20,13 @@ pub(super) trait Weight: Copy {
 
 /// IEEE single precision.
 #[derive(Clone, Copy)]
-pub(super) struct F32;
+pub(in crate::cpu) struct F32;
 /// IEEE half precision.
 #[derive(Clone, Copy)]
-pub(super) struct F16;
+pub(in crate::cpu) struct F16;
 /// The upper half of an f32.
 #[derive(Clone, Copy)]
-pub(super) struct Bf16;
+pub(in crate::cpu) struct Bf16;
 
 impl Weight for F32 {
     const ROW_BYTES: usize = 64;
@@ -69,15 +69,19 @@ pub(super) struct Stream {
 /// Adds the products of `inputs` inputs to the accumulators of some rows times `T` tiles.
 #[derive(Clone, Copy)]
 pub(super) struct Shape {
-    /// Input `k = 0` of the first row; the others follow at `x_stride` elements.
+    /// Input `k = 0` of row 0 of the activations; the others follow at `x_stride` elements.
     pub x: *const f32,
     pub x_stride: usize,
     /// Rows, at least 1.
     pub rows: usize,
+    /// Which row of the activations each is, or null for 0, 1, ...
+    pub x_rows: *const u32,
+    /// Which row of `acc` each adds to, or null for 0, 1, ...
+    pub acc_rows: *const u32,
     /// 16 elements of each input of each tile.
     pub w: Stream,
     pub inputs: usize,
-    /// `[rows][T][16]` accumulators.
+    /// `[][T][16]` accumulators.
     pub acc: *mut f32,
     /// Start from zero instead of from `acc`.
     pub fresh: bool,
@@ -87,8 +91,8 @@ impl Shape {
     /// Runs the smallest kernel that holds the rows (1..=8).
     ///
     /// # Safety
-    /// The pointers are valid for what the fields describe; nobody else touches `acc`; the machine
-    /// supports `isa`.
+    /// The pointers are valid for what the fields describe; `acc_rows` names no row twice; nobody
+    /// else touches these rows of `acc`; the machine supports `isa`.
     pub(super) unsafe fn run<W: Weight, const T: usize, const HINT: bool>(self, isa: Isa) {
         // SAFETY: passed on to the caller.
         unsafe {
@@ -105,6 +109,16 @@ impl Shape {
     }
 }
 
+/// Entry `row` of a list, or `row` itself without one.
+///
+/// # Safety
+/// `list` is null or has the entry.
+#[inline(always)]
+unsafe fn listed(list: *const u32, row: usize) -> usize {
+    // SAFETY: passed on to the caller.
+    if list.is_null() { row } else { unsafe { *list.add(row) as usize } }
+}
+
 /// [`Shape`] in registers: `M` rows, of which those from `rows` on repeat the last one and are
 /// dropped. With `HINT` it asks for weights [`HINT_AHEAD_BYTES`] ahead: hardware prefetch alone left
 /// 10 % of the memory bandwidth unused. Where weights are in a near cache, hints cost 20 %.
@@ -119,17 +133,19 @@ impl<W: Weight, const M: usize, const T: usize, const HINT: bool> Kernel for Acc
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let shape = self.0;
-        // SAFETY: `x` is read at `row < rows` and `k < inputs`, `w` at `k < inputs`, `tile < T`,
-        // and `acc` at `row < rows`, `tile < T`, all valid by the caller's promise.
+        // SAFETY: `x` is read at its rows and `k < inputs`, `w` at `k < inputs`, `tile < T`, and
+        // `acc` at its rows, `tile < T`, all valid by the caller's promise.
         unsafe {
             let mut x = [shape.x; M];
+            let mut places = [shape.acc; M];
             let mut acc = [[S::splat(0.0); T]; M];
             for m in 0..M {
                 let row = m.min(shape.rows - 1);
-                x[m] = shape.x.add(row * shape.x_stride);
+                x[m] = shape.x.add(listed(shape.x_rows, row) * shape.x_stride);
+                places[m] = shape.acc.add(listed(shape.acc_rows, row) * T * LANES);
                 if !shape.fresh {
                     for t in 0..T {
-                        acc[m][t] = S::load(shape.acc.add((row * T + t) * LANES));
+                        acc[m][t] = S::load(places[m].add(t * LANES));
                     }
                 }
             }
@@ -152,7 +168,7 @@ impl<W: Weight, const M: usize, const T: usize, const HINT: bool> Kernel for Acc
             }
             for m in 0..M.min(shape.rows) {
                 for t in 0..T {
-                    S::store(shape.acc.add((m * T + t) * LANES), acc[m][t]);
+                    S::store(places[m].add(t * LANES), acc[m][t]);
                 }
             }
         }

@@ -14,23 +14,26 @@
 //! all rows of the band pass by; the accumulators wait in scratch memory meanwhile, which is exact.
 
 mod kernels;
+mod sums;
+
+pub(super) use kernels::{Bf16, F16, F32, Weight};
+pub(super) use sums::Sums;
 
 use super::packed::PackedLinear;
 use super::pool::ThreadPool;
 use super::simd::{Isa, LANES};
 use super::tensor::{RowsIn, RowsOut};
-use kernels::{Bf16, F16, F32, Finish, Join, Shape, Stream, Weight, Widen};
+use kernels::{Finish, Join};
 use lockstep_core::DType;
 use lockstep_core::limits::K_LEAVES;
-use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Rows of one register shape at most.
 const SHAPE_ROWS_MAX: usize = 8;
 /// Tiles of one group at most.
-const GROUP_TILES_MAX: usize = 4;
+pub(super) const GROUP_TILES_MAX: usize = 4;
 /// Inputs of a widened panel: three tiles fill 36 of the 48 KiB of a first-level cache.
-const PANEL_INPUTS: usize = 192;
+pub(super) const PANEL_INPUTS: usize = 192;
 /// Passes of rows over a panel from which widening it first pays; with fewer, weights are widened in
 /// registers as they stream in.
 const WIDEN_PASSES_MIN: usize = 5;
@@ -40,7 +43,7 @@ const BAND_BYTES: usize = 640 << 10;
 const BAND_ROWS_MIN: usize = 48;
 const BAND_ROWS_MAX: usize = 192;
 /// Multiply-adds below which the caller works alone; waking the helpers would cost more.
-const PARALLEL_OPS_MIN: usize = 64 << 10;
+pub(super) const PARALLEL_OPS_MIN: usize = 64 << 10;
 /// Levels of partial sums that wait for their sibling in the leaf tree, the current leaf included.
 const TREE_LEVELS: usize = K_LEAVES.ilog2() as usize + 1;
 
@@ -54,6 +57,8 @@ pub(super) struct Matmul<'a> {
     pub isa: Isa,
     pub weights: &'a PackedLinear,
     pub x: RowsIn<'a>,
+    /// Which row of `x` each row of the product is made from; `None` for 0, 1, ...
+    pub x_rows: Option<&'a [u32]>,
     pub bias: Option<&'a [f32]>,
     pub rows: usize,
     pub out: RowsOut<'a>,
@@ -62,10 +67,7 @@ pub(super) struct Matmul<'a> {
 impl Matmul<'_> {
     /// Computes the product on the pool; `scratch` has a row of [`SCRATCH_LEN`] for each thread.
     pub(super) fn run(&self, pool: &ThreadPool, scratch: RowsOut<'_>) {
-        let spec = self.weights.spec();
-        assert_eq!(self.x.cols, spec.in_features, "columns of x are the matrix's inputs");
-        assert_eq!(self.out.cols, spec.out_features, "columns of out are the matrix's outputs");
-        assert!(self.bias.is_none_or(|b| b.len() == spec.out_features), "a bias for every output");
+        self.check();
         if self.rows == 0 {
             return;
         }
@@ -74,13 +76,46 @@ impl Matmul<'_> {
             // SAFETY: the scratch row of a thread is used by one chunk at a time.
             let scratch = unsafe { scratch.part(thread, 0, SCRATCH_LEN) };
             let (rows, tiles) = grid.chunk(chunk);
-            let chunk = Chunk { op: self, first_row: rows.start, rows: rows.len() };
-            match spec.dtype {
-                DType::F32 => chunk.run::<F32>(tiles, scratch),
-                DType::F16 => chunk.run::<F16>(tiles, scratch),
-                DType::Bf16 => chunk.run::<Bf16>(tiles, scratch),
-            }
+            self.chunk(rows, tiles, scratch);
         });
+    }
+
+    /// Computes all rows of some tiles on the calling thread.
+    pub(super) fn run_tiles(&self, tiles: Range<usize>, scratch: &mut [f32]) {
+        self.check();
+        for from in (0..self.rows).step_by(BAND_ROWS_MAX) {
+            self.chunk(from..self.rows.min(from + BAND_ROWS_MAX), tiles.clone(), scratch);
+        }
+    }
+
+    /// Panics when the operands do not fit together.
+    fn check(&self) {
+        let spec = self.weights.spec();
+        assert_eq!(self.x.cols, spec.in_features, "columns of x are the matrix's inputs");
+        assert_eq!(self.out.cols, spec.out_features, "columns of out are the matrix's outputs");
+        assert!(self.bias.is_none_or(|b| b.len() == spec.out_features), "a bias for every output");
+        let rows_of_x = self.x.data.len() / self.x.cols.max(1);
+        let inside = |list: &[u32]| list.len() == self.rows && list.iter().all(|&r| (r as usize) < rows_of_x);
+        assert!(self.x_rows.is_none_or(inside), "a row of x for every row of the product");
+    }
+
+    /// One chunk: some rows (at most [`BAND_ROWS_MAX`]), some tiles.
+    fn chunk(&self, rows: Range<usize>, tiles: Range<usize>, scratch: &mut [f32]) {
+        let sums = Sums {
+            isa: self.isa,
+            weights: self.weights,
+            x: self.x,
+            rows: rows.len(),
+            first: rows.start,
+            x_rows: self.x_rows,
+            acc_rows: None,
+        };
+        let chunk = Chunk { op: self, sums };
+        match self.weights.spec().dtype {
+            DType::F32 => chunk.run::<F32>(tiles, scratch),
+            DType::F16 => chunk.run::<F16>(tiles, scratch),
+            DType::Bf16 => chunk.run::<Bf16>(tiles, scratch),
+        }
     }
 }
 
@@ -131,146 +166,91 @@ impl Grid {
 /// One chunk: some rows, some tiles.
 struct Chunk<'a> {
     op: &'a Matmul<'a>,
-    first_row: usize,
-    rows: usize,
+    sums: Sums<'a>,
 }
 
 impl Chunk<'_> {
     /// Walks the tiles in groups that fill the registers.
     fn run<W: Weight>(&self, tiles: Range<usize>, scratch: &mut [f32]) {
-        let shape_rows = self.shape_rows();
-        let mut tile = tiles.start;
-        while tile < tiles.end {
-            let left = tiles.end - tile;
-            let group = group_tiles(self.op.isa, shape_rows).min(left);
+        for (tile, group) in groups(self.op.isa, self.sums.shape_rows(), tiles) {
             match group {
                 1 => self.group::<W, 1>(tile, scratch),
                 2 => self.group::<W, 2>(tile, scratch),
                 3 => self.group::<W, 3>(tile, scratch),
                 _ => self.group::<W, 4>(tile, scratch),
             }
-            tile += group.min(GROUP_TILES_MAX);
         }
-    }
-
-    /// Rows of the register shape that covers most of this chunk.
-    fn shape_rows(&self) -> usize {
-        self.rows.min(rows_max(self.op.isa))
     }
 
     /// All rows of the chunk times `T` tiles: leaves, tree, bias.
     fn group<W: Weight, const T: usize>(&self, tile: usize, scratch: &mut [f32]) {
-        let spec = self.op.weights.spec();
+        let (op, rows) = (self.op, self.sums.rows);
         let (levels, panel) = scratch.split_at_mut(TREE_LEVELS * LEVEL_LEN);
-        let len = self.rows * T * LANES;
+        let len = rows * T * LANES;
         let mut waiting = 0;
-        for (leaf, ends) in spec.leaves.windows(2).enumerate() {
-            self.leaf::<W, T>(tile, ends[0]..ends[1], &mut levels[waiting * LEVEL_LEN..][..len], panel);
+        for (leaf, ends) in op.weights.spec().leaves.windows(2).enumerate() {
+            let acc = &mut levels[waiting * LEVEL_LEN..][..len];
+            self.sums.add::<W, T>(tile, ends[0]..ends[1], (acc, true), panel);
             // Binary counter: a subtree joins its left sibling as soon as it is complete.
             for _ in 0..(leaf + 1).trailing_zeros() {
                 waiting -= 1;
                 let (left, right) = levels[waiting * LEVEL_LEN..].split_at_mut(LEVEL_LEN);
-                let join = Join { into: left.as_mut_ptr(), sibling: right.as_ptr(), len };
-                // SAFETY: both slices hold `len` elements and are disjoint.
-                unsafe { self.op.isa.run(join) };
+                join(op.isa, &mut left[..len], &right[..len]);
             }
             waiting += 1;
         }
-        let first = tile * LANES;
-        let finish = Finish {
-            acc: levels.as_ptr(),
-            rows: self.rows,
-            tiles: T,
-            out: self.op.out.pointer(self.first_row, first),
-            out_stride: self.op.out.cols,
-            outputs: (T * LANES).min(spec.out_features - first),
-            bias: self.op.bias.map_or(std::ptr::null(), |b| b[first..].as_ptr()),
-        };
-        // SAFETY: level 0 holds the sums of the rows; these outputs of these rows belong to this
-        // chunk alone, and rows and outputs lie inside `out` (checked against `spec` in `run`).
-        unsafe { self.op.isa.run(finish) };
+        finish::<T>(op.isa, &levels[..len], tile, op.bias, op.out.rows_from(self.sums.first));
     }
+}
 
-    /// The sums of one leaf into `acc` `[rows][T][16]`.
-    fn leaf<W: Weight, const T: usize>(
-        &self,
-        tile: usize,
-        inputs: Range<usize>,
-        acc: &mut [f32],
-        panel: &mut [f32],
-    ) {
-        if inputs.is_empty() {
-            return acc.fill(0.0);
-        }
-        let passes = self.rows.div_ceil(self.shape_rows());
-        let step = if passes > 1 { PANEL_INPUTS } else { inputs.len() };
-        for from in inputs.clone().step_by(step) {
-            let part = from..inputs.end.min(from + step);
-            let fresh = from == inputs.start;
-            let w = self.stream::<W>(tile, from);
-            if passes < WIDEN_PASSES_MIN {
-                self.all_rows::<W, T, true>(w, part, acc, fresh);
-            } else if W::ROW_BYTES == F32::ROW_BYTES {
-                self.all_rows::<W, T, false>(w, part, acc, fresh);
-            } else {
-                let w = self.widen::<W, T>(w, part.len(), panel);
-                self.all_rows::<F32, T, false>(w, part, acc, fresh);
-            }
-        }
-    }
+/// `into += sibling`: joins two subtrees of leaves. The lengths are the same multiple of 16.
+pub(super) fn join(isa: Isa, into: &mut [f32], sibling: &[f32]) {
+    assert!(into.len() == sibling.len() && into.len().is_multiple_of(LANES), "subtrees of the same rows");
+    let join = Join { into: into.as_mut_ptr(), sibling: sibling.as_ptr(), len: into.len() };
+    // SAFETY: both slices hold `len` elements and are disjoint.
+    unsafe { isa.run(join) };
+}
 
-    /// Where input `from` of tile `tile` is.
-    fn stream<W: Weight>(&self, tile: usize, from: usize) -> Stream {
-        let weights = self.op.weights;
-        Stream { start: weights.tile(tile, from), step: W::ROW_BYTES, tile_stride: weights.tile_bytes() }
+/// Writes the sums `[rows][T][16]` of the `T` tiles from `tile` on to the first rows of `out`, whose
+/// columns are the matrix's outputs, the bias added. The caller owns these outputs of these rows.
+pub(super) fn finish<const T: usize>(
+    isa: Isa,
+    sums: &[f32],
+    tile: usize,
+    bias: Option<&[f32]>,
+    out: RowsOut<'_>,
+) {
+    let (first, rows) = (tile * LANES, sums.len() / (T * LANES));
+    if rows == 0 {
+        return;
     }
+    // The last row's place is checked here, the first one's by its own pointer.
+    out.pointer(rows - 1, first);
+    let finish = Finish {
+        acc: sums.as_ptr(),
+        rows,
+        tiles: T,
+        out: out.pointer(0, first),
+        out_stride: out.cols,
+        outputs: (T * LANES).min(out.cols - first),
+        bias: bias.map_or(std::ptr::null(), |b| b[first..].as_ptr()),
+    };
+    // SAFETY: `sums` has 16 elements of `T` tiles for every row; the outputs exist in every row of
+    // `out` and belong to the caller alone.
+    unsafe { isa.run(finish) };
+}
 
-    /// Widens `count` inputs of `T` tiles into the panel.
-    fn widen<W: Weight, const T: usize>(&self, w: Stream, count: usize, panel: &mut [f32]) -> Stream {
-        assert!(
-            count * T * LANES <= panel.len(),
-            "the panel holds {PANEL_INPUTS} inputs of {GROUP_TILES_MAX} tiles"
-        );
-        let widen = Widen::<W, T> { w, inputs: count, panel: panel.as_mut_ptr(), weight: PhantomData };
-        // SAFETY: `T` tiles with `count` inputs from `w` on exist, and the panel holds them.
-        unsafe { self.op.isa.run(widen) };
-        Stream { start: panel.as_ptr().cast(), step: T * F32::ROW_BYTES, tile_stride: F32::ROW_BYTES }
-    }
-
-    /// Accumulates the inputs `part` for every row, in register shapes of up to `shape_rows` rows.
-    fn all_rows<W: Weight, const T: usize, const HINT: bool>(
-        &self,
-        w: Stream,
-        part: Range<usize>,
-        acc: &mut [f32],
-        fresh: bool,
-    ) {
-        let mut row = 0;
-        while row < self.rows {
-            let rows = self.shape_rows().min(self.rows - row);
-            let shape = Shape {
-                x: self.op.x.row(self.first_row + row)[part.clone()].as_ptr(),
-                x_stride: self.op.x.cols,
-                rows,
-                w,
-                inputs: part.len(),
-                acc: acc[row * T * LANES..].as_mut_ptr(),
-                fresh,
-            };
-            // SAFETY: `rows` rows of `x` from here on exist and have the inputs `part`; `w` has as
-            // many inputs of `T` tiles; `acc` has `rows * T * 16` elements from here on.
-            unsafe { shape.run::<W, T, HINT>(self.op.isa) };
-            row += rows;
-        }
-    }
+/// `tiles` in groups that fill the registers for shapes of `shape_rows` rows: first tile and count.
+pub(super) fn groups(
+    isa: Isa,
+    shape_rows: usize,
+    tiles: Range<usize>,
+) -> impl Iterator<Item = (usize, usize)> {
+    let count = (isa.accumulators() / shape_rows).clamp(1, GROUP_TILES_MAX);
+    tiles.clone().step_by(count).map(move |tile| (tile, count.min(tiles.end - tile)))
 }
 
 /// Rows of the tallest register shape.
-const fn rows_max(isa: Isa) -> usize {
+pub(super) const fn rows_max(isa: Isa) -> usize {
     if isa.accumulators() >= 3 * SHAPE_ROWS_MAX { SHAPE_ROWS_MAX } else { 6 }
-}
-
-/// Tiles that fit beside each other for a shape of `rows` rows.
-fn group_tiles(isa: Isa, rows: usize) -> usize {
-    (isa.accumulators() / rows).clamp(1, GROUP_TILES_MAX)
 }

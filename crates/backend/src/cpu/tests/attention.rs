@@ -5,6 +5,8 @@ use super::reference;
 use super::{Random, assert_same, backend, backends, empty, tensor};
 use crate::cpu::{CpuBackend, CpuKvCache, Isa};
 use crate::{Attention, AttentionBatch, AttentionRow, Backend, KvLayout, QkvShape, RopeAndStore};
+use lockstep_core::config::RopeFrequencies;
+use reference::Scores;
 
 const LAYERS: usize = 2;
 const LAYER: usize = 1;
@@ -19,7 +21,8 @@ struct Request {
 struct Case {
     shape: QkvShape,
     page_size: usize,
-    frequencies: Vec<f64>,
+    frequencies: RopeFrequencies,
+    scores: Scores,
     norms: Option<(Vec<f32>, Vec<f32>)>,
 }
 
@@ -27,10 +30,17 @@ impl Case {
     fn new(random: &mut Random, head_dim: usize, kv_heads: usize, group: usize, page_size: usize) -> Self {
         let shape =
             QkvShape { local_heads: kv_heads * group, local_kv_heads: kv_heads, head_dim, norm_eps: 1e-6 };
-        let frequencies =
-            (0..head_dim / 2).map(|i| 10_000f64.powf(-2.0 * i as f64 / head_dim as f64)).collect();
+        let rotary_dim = [head_dim, head_dim / 4 * 2][random.below(2)];
+        let inverse =
+            (0..rotary_dim / 2).map(|i| 10_000f64.powf(-2.0 * i as f64 / rotary_dim as f64)).collect();
+        let frequencies = RopeFrequencies { inverse, attention_factor: random.pick(&[1.0, 1.19]) };
+        let scores = Scores {
+            scale: random.pick(&[0.25, 1.0 / (head_dim as f32).sqrt()]),
+            softcap: random.pick(&[None, Some(5.0), Some(50.0)]),
+            window: random.pick(&[None, None, Some(1), Some(3), Some(17), Some(64), Some(100)]),
+        };
         let norms = (random.below(2) == 0).then(|| (random.values(head_dim), random.values(head_dim)));
-        Self { shape, page_size, frequencies, norms }
+        Self { shape, page_size, frequencies, scores, norms }
     }
 
     fn width(&self) -> usize {
@@ -66,8 +76,8 @@ impl Case {
                     rows[..=position].iter().map(|r| at(r, heads + kv_heads + kv)).collect();
                 let keys: Vec<&[f32]> = keys.iter().map(Vec::as_slice).collect();
                 let values: Vec<&[f32]> = values.iter().map(Vec::as_slice).collect();
-                out.extend(reference::attention(&row[head * dim..][..dim], &keys, &values));
-                exact.extend(reference::attention_f64(&row[head * dim..][..dim], &keys, &values));
+                out.extend(reference::attention(&row[head * dim..][..dim], &keys, &values, self.scores));
+                exact.extend(reference::attention_f64(&row[head * dim..][..dim], &keys, &values, self.scores));
             }
         }
         (out, exact)
@@ -148,7 +158,9 @@ impl Case {
             };
             backend.rope_and_store(store, &mut qkv, &mut cache);
             let batch = AttentionBatch { rows: &rows, pages: &pages };
-            backend.attention(Attention { layer: LAYER, shape: self.shape, batch }, &qkv, &cache, &mut out);
+            let Scores { scale, softcap, window } = self.scores;
+            let args = Attention { layer: LAYER, shape: self.shape, batch, scale, softcap, window };
+            backend.attention(args, &qkv, &cache, &mut out);
             for (row, &i) in rows.iter().zip(&active) {
                 let (first, count) = (row.first_token as usize, row.token_count as usize);
                 outputs[i].extend(&out.rows(first + count)[first * out_width..]);

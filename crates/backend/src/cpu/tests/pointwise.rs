@@ -155,7 +155,8 @@ fn reduce_add_norm_adds_bias_once_and_keeps_the_residual() {
                 let mut partial = tensor(&backend, &x, cols);
                 let mut residual = tensor(&backend, &start, cols);
                 let mut out = empty(&backend, rows, cols);
-                let args = ReduceAddNorm { bias: bias_used, norm_weight: &w, norm_eps: 1e-6 };
+                let args =
+                    ReduceAddNorm { bias: bias_used, post_norm: None, norm_weight: &w, norm_eps: 1e-6 };
                 backend
                     .reduce_add_norm(&OneRank, args, &mut partial, (&mut residual, &mut out), rows)
                     .unwrap();
@@ -171,19 +172,36 @@ fn reduce_add_norm_adds_bias_once_and_keeps_the_residual() {
 }
 
 #[test]
-fn silu_mul_is_bit_equal_to_the_reference() {
-    let mut random = Random(41);
+fn sandwich_norm_applies_to_the_reduced_sum_with_its_bias() {
+    let mut random = Random(47);
     for mut backend in backends() {
-        for (rows, n) in [(1, 1), (2, 17), (70, 96), (33, 1536)] {
-            let mut x: Vec<f32> = random.values(rows * 2 * n).iter().map(|v| v * 12.0).collect();
-            (x[0], x[rows * n]) = (-200.0, 0.0);
-            let input = tensor(&backend, &x, 2 * n);
-            let mut out = empty(&backend, rows, n);
-            backend.silu_mul(&input, rows, &mut out);
-            let row =
-                |x: &[f32]| -> Vec<f32> { (0..n).map(|k| reference::silu_mul(x[k], x[n + k])).collect() };
-            let want: Vec<f32> = x.chunks(2 * n).flat_map(row).collect();
-            assert_same(out.rows(rows), &want, &backend.describe());
+        for (rows, cols) in [(1, 16), (9, 45), (40, 960)] {
+            let (x, start) = (random.values(rows * cols), random.values(rows * cols));
+            let vectors: [Vec<f32>; 3] = std::array::from_fn(|_| random.values(cols));
+            let [bias, post, weight] = &vectors;
+            let [b, p, w] = vectors.each_ref().map(|v| backend.vector(v).unwrap());
+            for bias_used in [None, Some(&b)] {
+                let mut partial = tensor(&backend, &x, cols);
+                let mut residual = tensor(&backend, &start, cols);
+                let mut out = empty(&backend, rows, cols);
+                let args = ReduceAddNorm {
+                    bias: bias_used,
+                    post_norm: Some(&p),
+                    norm_weight: &w,
+                    norm_eps: 1e-6,
+                };
+                backend
+                    .reduce_add_norm(&OneRank, args, &mut partial, (&mut residual, &mut out), rows)
+                    .unwrap();
+                let sum = |i: usize| if bias_used.is_some() { x[i] + bias[i % cols] } else { x[i] };
+                let sums: Vec<f32> = (0..rows * cols).map(sum).collect();
+                let posted = sums.chunks(cols).flat_map(|r| reference::rms_norm(r, post, 1e-6));
+                let stream: Vec<f32> = start.iter().zip(posted).map(|(r, s)| r + s).collect();
+                assert_same(residual.rows(rows), &stream, "residual");
+                let normed: Vec<f32> =
+                    stream.chunks(cols).flat_map(|r| reference::rms_norm(r, weight, 1e-6)).collect();
+                assert_same(out.rows(rows), &normed, "out");
+            }
         }
     }
 }

@@ -3,6 +3,7 @@
 use crate::cpu::simd::LANES;
 use half::{bf16, f16};
 use lockstep_core::DType;
+use lockstep_core::config::{Activation, RopeFrequencies};
 
 /// Lane by lane sum of the fixed tree.
 pub fn tree(mut lanes: [f32; LANES]) -> f32 {
@@ -45,16 +46,56 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     x.iter().zip(weight).map(|(x, w)| (x * scale) * w).collect()
 }
 
-pub fn silu_mul(gate: f32, up: f32) -> f32 {
-    gate / (1.0 + exp(-gate)) * up
+/// `act(gate) * up`.
+pub fn gated(activation: Activation, gate: f32, up: f32) -> f32 {
+    let exponent = match activation {
+        Activation::Silu => -gate,
+        Activation::GeluTanh => ((gate * gate) * gate).mul_add(0.044_715, gate) * -1.595_769_1,
+    };
+    gate / (1.0 + exp(exponent)) * up
+}
+
+/// The same in f64, in the usual form.
+pub fn gated_f64(activation: Activation, gate: f64, up: f64) -> f64 {
+    match activation {
+        Activation::Silu => gate / (1.0 + (-gate).exp()) * up,
+        Activation::GeluTanh => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044_715 * gate.powi(3));
+            0.5 * gate * (1.0 + inner.tanh()) * up
+        }
+    }
+}
+
+/// `tanh` as documented.
+pub fn tanh(x: f32) -> f32 {
+    let size = x.abs();
+    let result = if size < 0.625 {
+        let square = size * size;
+        let mut p = -5.704_988_7e-3f32;
+        for c in [2.063_908_9e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328_2e-1] {
+            p = p.mul_add(square, c);
+        }
+        (square * size).mul_add(p, size)
+    } else {
+        1.0 - 2.0 / (exp(size + size) + 1.0)
+    };
+    if x < 0.0 { -result } else { result }
+}
+
+/// `cap * tanh(x / cap)`.
+pub fn softcap(x: f32, cap: f32) -> f32 {
+    cap * tanh(x / cap)
 }
 
 /// Rotates a head in place.
-pub fn rope(head: &mut [f32], frequencies: &[f64], position: u32) {
-    let half = head.len() / 2;
+pub fn rope(head: &mut [f32], frequencies: &RopeFrequencies, position: u32) {
+    let half = frequencies.inverse.len();
     for i in 0..half {
-        let angle = f64::from(position) * frequencies[i];
-        let (cos, sin) = (angle.cos() as f32, angle.sin() as f32);
+        let angle = f64::from(position) * frequencies.inverse[i];
+        let (cos, sin) = (
+            (angle.cos() * frequencies.attention_factor) as f32,
+            (angle.sin() * frequencies.attention_factor) as f32,
+        );
         let (lo, hi) = (head[i], head[i + half]);
         head[i] = lo * cos - hi * sin;
         head[i + half] = hi * cos + lo * sin;
@@ -92,35 +133,92 @@ pub fn product(x: &[f32], w: &[f32], leaves: &[usize], bias: Option<f32>) -> f32
     bias.map_or(sums[0], |b| sums[0] + b)
 }
 
-/// Attention of one query over the positions given.
-pub fn attention(q: &[f32], keys: &[&[f32]], values: &[&[f32]]) -> Vec<f32> {
-    let scale = 1.0 / (q.len() as f32).sqrt();
+/// How the scores of attention are formed.
+#[derive(Clone, Copy)]
+pub struct Scores {
+    pub scale: f32,
+    pub softcap: Option<f32>,
+    pub window: Option<usize>,
+}
+
+impl Scores {
+    /// The positions that the last of `positions` sees.
+    fn visible(&self, positions: usize) -> std::ops::Range<usize> {
+        self.window.map_or(0, |w| positions.saturating_sub(w))..positions
+    }
+}
+
+/// Online softmax so far: maximum, total, sums.
+struct State(f32, f32, Vec<f32>);
+
+/// Attention of one query, at the last of the positions given.
+pub fn attention(q: &[f32], keys: &[&[f32]], values: &[&[f32]], form: Scores) -> Vec<f32> {
+    let visible = form.visible(keys.len());
+    let mut joined: Option<State> = None;
+    for split in (visible.start / 512 * 512..visible.end).step_by(512) {
+        let (from, to) = (visible.start.max(split), visible.end.min(split + 512));
+        let next = walk(q, keys, values, form, from..to);
+        joined = Some(match joined {
+            None => next,
+            Some(state) => join(state, &next),
+        });
+    }
+    let State(_, total, sums) = joined.unwrap();
+    sums.iter().map(|s| s / total).collect()
+}
+
+/// The state of one split.
+fn walk(
+    q: &[f32],
+    keys: &[&[f32]],
+    values: &[&[f32]],
+    form: Scores,
+    positions: std::ops::Range<usize>,
+) -> State {
     let (mut max, mut total, mut sums) = (f32::NEG_INFINITY, 0.0f32, vec![0.0f32; q.len()]);
-    for (keys, values) in keys.chunks(64).zip(values.chunks(64)) {
-        let scores: Vec<f32> = keys.iter().map(|k| dot(q, k) * scale).collect();
+    let mut from = positions.start;
+    while from < positions.end {
+        let to = positions.end.min((from / 64 + 1) * 64);
+        let score = |p: usize| {
+            let score = dot(q, keys[p]) * form.scale;
+            form.softcap.map_or(score, |cap| softcap(score, cap))
+        };
+        let scores: Vec<f32> = (from..to).map(score).collect();
         let new = scores.iter().fold(max, |a, &b| if a > b { a } else { b });
         let rescale = exp(max - new);
         let mut lanes = [0.0f32; LANES];
-        let weights: Vec<f32> = scores.iter().map(|s| exp(s - new)).collect();
-        for (i, w) in weights.iter().enumerate() {
-            lanes[i % LANES] += w;
+        for (p, score) in (from..to).zip(&scores) {
+            lanes[p % LANES] += exp(score - new);
         }
         total = total.mul_add(rescale, tree(lanes));
         for (d, sum) in sums.iter_mut().enumerate() {
             *sum *= rescale;
-            for (w, v) in weights.iter().zip(values) {
-                *sum = w.mul_add(v[d], *sum);
+            for (p, score) in (from..to).zip(&scores) {
+                *sum = exp(score - new).mul_add(values[p][d], *sum);
             }
         }
-        max = new;
+        (max, from) = (new, to);
     }
-    sums.iter().map(|s| s / total).collect()
+    State(max, total, sums)
+}
+
+/// Adds the state of the next split.
+fn join(State(m1, l1, o1): State, State(m2, l2, o2): &State) -> State {
+    let max = if m1 > *m2 { m1 } else { *m2 };
+    let (a, b) = (exp(m1 - max), exp(m2 - max));
+    State(max, l1.mul_add(a, l2 * b), o1.iter().zip(o2).map(|(x, y)| x.mul_add(a, y * b)).collect())
 }
 
 /// The same in f64, in any order.
-pub fn attention_f64(q: &[f32], keys: &[&[f32]], values: &[&[f32]]) -> Vec<f64> {
-    let score = |k: &&[f32]| q.iter().zip(*k).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
-    let scores: Vec<f64> = keys.iter().map(|k| score(k) / (q.len() as f64).sqrt()).collect();
+pub fn attention_f64(q: &[f32], keys: &[&[f32]], values: &[&[f32]], form: Scores) -> Vec<f64> {
+    let visible = form.visible(keys.len());
+    let (keys, values) = (&keys[visible.clone()], &values[visible]);
+    let score = |k: &&[f32]| {
+        let dot = q.iter().zip(*k).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+        let score = dot * f64::from(form.scale);
+        form.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+    };
+    let scores: Vec<f64> = keys.iter().map(score).collect();
     let max = scores.iter().fold(f64::NEG_INFINITY, |a, &b| a.max(b));
     let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
     let total: f64 = weights.iter().sum();
