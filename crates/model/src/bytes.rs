@@ -1,58 +1,79 @@
-//! What a rank's weights take, from the config alone.
-//!
-//! Uses the same shard functions as the layers; a test holds it against what loading really packs.
+//! What a rank's weights take, from the rules alone; a test holds it against what loading really
+//! packs.
 
-use lockstep_core::shard::{self, HeadShard, VocabShard};
+use crate::rules::ModelRules;
+use lockstep_core::shard::Group;
 use lockstep_core::{DType, ModelConfig, ParallelInfo};
 
-/// Bytes of one rank's weights by part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Bytes of one rank's weights by part. Padding rows of the vocabulary are left out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ShardBytes {
-    /// Embedding and, unless tied, head; padding rows left out.
+    /// Embedding and, unless tied, head.
     pub vocabulary: usize,
     /// q, k, v and output projections.
     pub attention: usize,
-    /// gate, up and down projections.
+    /// Dense gate, up and down projections.
     pub mlp: usize,
+    /// The experts' gate, up and down projections.
+    pub experts: usize,
+    /// The matrices that choose experts.
+    pub router: usize,
     /// All biases, f32.
     pub biases: usize,
-    /// All norms, f32; replicated on every rank.
+    /// All norms, f32.
     pub norms: usize,
+    /// The part of all these that other ranks hold too: norms, routers, biases added after a sum,
+    /// and KV heads where there are more ranks than heads.
+    pub replicated: usize,
 }
 
 impl ShardBytes {
     /// For matrices of `dtype`. Panics when the tp size is illegal (`shard::check_tp_size`).
     pub fn new(config: &ModelConfig, p: ParallelInfo, dtype: DType) -> Self {
-        let heads = HeadShard::new(config.num_heads, config.num_kv_heads, p.tp_rank, p.tp_size);
-        let (dim, hidden, layers) = (config.head_dim, config.hidden_size, config.num_layers);
-        let (q, kv) = (heads.query_heads.len() * dim, heads.kv_heads.len() * dim);
-        let inner = shard::even(config.intermediate_size, p.tp_rank, p.tp_size).len();
-        let vocab = VocabShard::new(config.vocab_size, p.tp_rank, p.tp_size).real.len();
-        let vocab_matrices = if config.tie_word_embeddings { 1 } else { 2 };
-        let bias = |on: bool, len: usize| if on { len } else { 0 };
-        let biases = bias(config.qkv_bias, q + 2 * kv)
-            + bias(config.o_bias, hidden)
-            + bias(config.mlp_bias, 2 * inner + hidden);
-        let norms = layers * (2 * hidden + bias(config.qk_norm, 2 * dim)) + hidden;
-        let matrix = |elements: usize| elements * dtype.size_bytes();
-        Self {
-            vocabulary: matrix(vocab_matrices * vocab * hidden),
-            attention: matrix(layers * (2 * q + 2 * kv) * hidden),
-            mlp: matrix(layers * 3 * inner * hidden),
-            biases: layers * biases * size_of::<f32>(),
-            norms: norms * size_of::<f32>(),
+        Self::of(&ModelRules::new(config), p, |_| Some(dtype))
+    }
+
+    /// For matrices of the types that a source gives for tensors by name. Panics when the tp size is
+    /// illegal.
+    pub fn of(rules: &ModelRules, p: ParallelInfo, dtype_of: impl Fn(&str) -> Option<DType>) -> Self {
+        let mut bytes = Self::default();
+        for rule in rules.iter() {
+            let size = rule.dtype(&dtype_of).size_bytes();
+            *bytes.part_mut(rule.group) += size * rule.local_elements(p);
+            if p.tp_size > 1 {
+                bytes.replicated += size * rule.replicated_elements(p);
+            }
         }
+        bytes
     }
 
     /// All parts.
     pub fn total(&self) -> usize {
-        self.vocabulary + self.attention + self.mlp + self.biases + self.norms
+        let matrices = self.vocabulary + self.attention + self.mlp + self.experts + self.router;
+        matrices + self.biases + self.norms
+    }
+
+    fn part_mut(&mut self, group: Group) -> &mut usize {
+        match group {
+            Group::Vocabulary => &mut self.vocabulary,
+            Group::Attention => &mut self.attention,
+            Group::Mlp => &mut self.mlp,
+            Group::Experts => &mut self.experts,
+            Group::Router => &mut self.router,
+            Group::Biases => &mut self.biases,
+            Group::Norms => &mut self.norms,
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_core::shard;
+
+    fn rank(tp_rank: usize, tp_size: usize) -> ParallelInfo {
+        ParallelInfo::tensor_parallel(tp_rank, tp_size)
+    }
 
     /// The example of `docs/sharding.md`.
     #[test]
@@ -64,23 +85,48 @@ mod tests {
         let config = lockstep_core::config::hf::parse(text).unwrap();
         let legal: Vec<i64> = (1..=64).filter(|&t| shard::check_tp_size(&config, t).is_ok()).collect();
         assert_eq!(legal, [1, 2, 4, 8]);
-        let rank = |tp| ShardBytes::new(&config, ParallelInfo::tensor_parallel(tp - 1, tp), DType::Bf16);
+        let of = |tp| ShardBytes::new(&config, rank(tp - 1, tp), DType::Bf16);
         assert_eq!(
-            rank(1),
+            of(1),
             ShardBytes {
                 vocabulary: 3_114_270_720,
                 attention: 8_053_063_680,
                 mlp: 54_358_179_840,
                 biases: 1_835_008,
                 norms: 2_641_920,
+                ..ShardBytes::default()
             }
         );
-        assert_eq!(rank(1).total(), 65_529_991_168);
+        assert_eq!(of(1).total(), 65_529_991_168);
         for tp in [2, 4, 8] {
-            assert_eq!(rank(tp).norms, rank(1).norms);
-            assert_eq!(rank(tp).mlp * tp, rank(1).mlp);
-            assert_eq!((rank(tp).total() - rank(tp).norms) * tp, rank(1).total() - rank(1).norms);
+            assert_eq!((of(tp).norms, of(tp).replicated), (of(1).norms, of(1).norms));
+            assert_eq!(of(tp).mlp * tp, of(1).mlp);
+            assert_eq!((of(tp).total() - of(tp).norms) * tp, of(1).total() - of(1).norms);
         }
         assert_eq!(config.kv_bytes_per_token(8), 512 << 10);
+    }
+
+    /// The parts of Qwen3-30B-A3B, by hand: 48 layers, hidden 2048, 32 query and 4 KV heads of 128,
+    /// 128 experts of width 768, vocabulary 151,936, untied.
+    #[test]
+    fn experts_and_replicated_kv_heads() {
+        let text = br#"{"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "head_dim": 128,
+            "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144,
+            "num_hidden_layers": 48, "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+            "max_position_embeddings": 40960, "num_experts": 128, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768, "norm_topk_prob": true}"#;
+        let config = lockstep_core::config::hf::parse(text).unwrap();
+        let whole = ShardBytes::new(&config, rank(0, 1), DType::Bf16);
+        assert_eq!(whole.experts, 2 * 48 * 128 * 3 * 2048 * 768);
+        assert_eq!(whole.router, 2 * 48 * 128 * 2048);
+        assert_eq!((whole.mlp, whole.replicated), (0, 0));
+        assert_eq!(whole.norms, 4 * (48 * (2 * 2048 + 2 * 128) + 2048));
+        // Tp 8 with 4 KV heads: two ranks hold each head, so k and v count as replicated.
+        let eighth = ShardBytes::new(&config, rank(5, 8), DType::Bf16);
+        assert_eq!(eighth.experts * 8, whole.experts);
+        let kv = 2 * 48 * 2 * 128 * 2048;
+        assert_eq!(eighth.replicated, whole.router + whole.norms + kv);
+        let legal: Vec<i64> = (1..=64).filter(|&t| shard::check_tp_size(&config, t).is_ok()).collect();
+        assert_eq!(legal, [1, 2, 4, 8, 16, 32]);
     }
 }

@@ -1,16 +1,18 @@
-//! The decoder-only transformer of the Llama, Qwen2 and Qwen3 families.
+//! The decoder-only transformer that all families share.
 //!
-//! The families differ only in facts of [`ModelConfig`]: biases (Qwen2: q, k, v; Llama: by
-//! config) and per-head q/k norms (Qwen3). Pre-norm residual blocks; every half layer ends in one
-//! `reduce_add_norm`, which also makes the input of the next half layer, so that a device can
-//! fuse all-reduce, residual add and norm.
+//! What sets a family apart is a fact of [`ModelConfig`] (biases, norms, windows, caps, ropes,
+//! experts) or of its [`families`](crate::families) layout (names, fused tensors). Residual
+//! blocks; every half layer ends in one `reduce_add_norm`, which also makes the input of the next
+//! half layer, so that a device can fuse all-reduce, residual add and norm.
 
 use crate::Result;
-use crate::layers::attention::{Attention, AttentionStep};
-use crate::layers::linear::{Norm, ResidualStream};
-use crate::layers::mlp::GatedMlp;
-use crate::layers::vocab::{self, VocabParallel};
+use crate::layers::attention::{Attention, AttentionStep, RopeTables};
+use crate::layers::feed_forward::{FeedForward, FeedForwardBuffers};
+use crate::layers::norm::Norm;
+use crate::layers::residual::{HalfLayerEnd, ResidualStream};
+use crate::layers::vocab::VocabParallel;
 use crate::loader::Loader;
+use crate::rules::{LayerRules, ModelRules};
 use lockstep_backend::{AttentionBatch, Backend};
 use lockstep_comm::collective::Collective;
 use lockstep_core::shard::{self, HeadShard, VocabShard};
@@ -19,18 +21,22 @@ use lockstep_core::{ModelConfig, ParallelInfo, TokenId};
 /// One rank's part of a model.
 pub struct Decoder<B: Backend> {
     embedding: VocabParallel<B>,
+    embedding_scale: Option<f32>,
     layers: Vec<Layer<B>>,
     final_norm: Norm<B>,
     /// `None` when tied to the embedding.
     head: Option<VocabParallel<B>>,
-    rope: B::RopeTable,
+    logit_softcap: Option<f32>,
+    ropes: RopeTables<B>,
 }
 
 struct Layer<B: Backend> {
     input_norm: Norm<B>,
     attention: Attention<B>,
-    post_norm: Norm<B>,
-    mlp: GatedMlp<B>,
+    attention_output_norm: Option<Norm<B>>,
+    mlp_input_norm: Norm<B>,
+    feed_forward: FeedForward<B>,
+    mlp_output_norm: Option<Norm<B>>,
 }
 
 /// The tokens of one step and where they stand.
@@ -54,8 +60,7 @@ pub struct Workspace<B: Backend> {
     qkv: B::Tensor,
     attended: B::Tensor,
     partial: B::Tensor,
-    gate_up: B::Tensor,
-    gated: B::Tensor,
+    feed_forward: FeedForwardBuffers<B>,
     last: B::Tensor,
     logits: B::Tensor,
 }
@@ -77,14 +82,13 @@ impl<B: Backend> Workspace<B> {
             qkv: t(widths.qkv)?,
             attended: t(widths.heads)?,
             partial: t(config.hidden_size)?,
-            gate_up: t(2 * widths.inner)?,
-            gated: t(widths.inner)?,
+            feed_forward: FeedForwardBuffers::new(backend, config, parallel, tokens_max)?,
             last: backend.tensor(logits_max, config.hidden_size)?,
             logits: backend.tensor(logits_max, widths.vocab)?,
         })
     }
 
-    /// Bytes that [`Workspace::new`] asks for, f32.
+    /// Bytes that [`Workspace::new`] asks for.
     pub fn bytes(
         config: &ModelConfig,
         parallel: ParallelInfo,
@@ -92,8 +96,9 @@ impl<B: Backend> Workspace<B> {
         logits_max: usize,
     ) -> usize {
         let w = Widths::new(config, parallel);
-        let per_token = 3 * config.hidden_size + w.qkv + w.heads + 3 * w.inner;
-        size_of::<f32>() * (tokens_max * per_token + logits_max * (config.hidden_size + w.vocab))
+        let per_token = 3 * config.hidden_size + w.qkv + w.heads;
+        let elements = tokens_max * per_token + logits_max * (config.hidden_size + w.vocab);
+        elements * size_of::<f32>() + FeedForwardBuffers::<B>::bytes(config, parallel, tokens_max)
     }
 }
 
@@ -101,7 +106,6 @@ impl<B: Backend> Workspace<B> {
 struct Widths {
     qkv: usize,
     heads: usize,
-    inner: usize,
     vocab: usize,
 }
 
@@ -111,36 +115,42 @@ impl Widths {
         Self {
             qkv: (heads.query_heads.len() + 2 * heads.kv_heads.len()) * config.head_dim,
             heads: heads.query_heads.len() * config.head_dim,
-            inner: shard::even(config.intermediate_size, p.tp_rank, p.tp_size).len(),
             vocab: VocabShard::new(config.vocab_size, p.tp_rank, p.tp_size).padded.len(),
         }
     }
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Loads this rank's shard. `positions_max` bounds the rope table.
+    /// Loads this rank's shard. `positions_max` bounds the rope tables; longrope chooses its
+    /// frequencies by it, so it must be the same on all ranks.
     ///
-    /// The tp size is checked before any weight is read.
+    /// The tp size is checked before any weight is read; at the end, that every parameter was
+    /// filled.
     pub fn load(loader: &Loader<'_, B>, positions_max: usize) -> Result<Self> {
         let config = loader.config();
         shard::check_tp_size(config, loader.parallel().tp_size as i64)?;
+        let rules = ModelRules::new(config);
         let parts = config.num_layers + 2;
-        let embedding = VocabParallel::load(loader, vocab::EMBEDDING)?;
+        let embedding = VocabParallel::load(loader, &rules.embedding)?;
         loader.report(1, parts);
         let mut layers = Vec::with_capacity(config.num_layers);
-        for layer in 0..config.num_layers {
-            layers.push(Layer::load(loader, layer)?);
+        for (layer, rules) in rules.layers.iter().enumerate() {
+            layers.push(Layer::load(loader, rules, layer)?);
             loader.report(layer + 2, parts);
         }
-        let final_norm = Norm::load(loader, "model.norm", config.hidden_size)?;
-        let head = match config.tie_word_embeddings {
-            true => None,
-            false => Some(VocabParallel::load(loader, vocab::HEAD)?),
-        };
+        let final_norm = Norm::load(loader, &rules.final_norm)?;
+        let head = rules.head.as_ref().map(|rule| VocabParallel::load(loader, rule)).transpose()?;
+        loader.check_complete(&rules)?;
         loader.report(parts, parts);
-        let frequencies = config.rope.frequencies(config.rotary_dim, positions_max).inverse;
-        let rope = loader.backend().rope_table(&frequencies, positions_max)?;
-        Ok(Self { embedding, layers, final_norm, head, rope })
+        Ok(Self {
+            embedding,
+            embedding_scale: config.embedding_scale,
+            layers,
+            final_norm,
+            head,
+            logit_softcap: config.logit_softcap,
+            ropes: RopeTables::new(loader.backend(), config, positions_max)?,
+        })
     }
 
     /// The vocabulary rows whose logits this rank computes.
@@ -161,43 +171,75 @@ impl<B: Backend> Decoder<B> {
     ) -> Result<&'w B::Tensor> {
         let (backend, tp) = ctx;
         let tokens = input.token_ids.len();
+        self.embedding.embed(backend, tp, input.token_ids, &mut work.residual)?;
+        if let Some(factor) = self.embedding_scale {
+            backend.scale(&mut work.residual, factor, tokens);
+        }
+        let first = &self.layers[0].input_norm;
+        backend.rms_norm(&work.residual, &first.weight, first.eps, tokens, &mut work.normed);
         let step = AttentionStep {
-            rope: &self.rope,
+            ropes: &self.ropes,
             positions: input.positions,
             slots: input.slots,
             batch: input.batch,
         };
-        let w = work;
-        self.embedding.embed(backend, tp, input.token_ids, &mut w.residual)?;
-        let first = &self.layers[0].input_norm;
-        backend.rms_norm(&w.residual, &first.weight, first.eps, tokens, &mut w.normed);
         for (i, layer) in self.layers.iter().enumerate() {
-            layer.attention.forward(backend, &step, &w.normed, cache, (&mut w.qkv, &mut w.attended));
-            let output = &layer.attention.output;
-            let stream =
-                ResidualStream { partial: &mut w.partial, residual: &mut w.residual, normed: &mut w.normed };
-            output.forward_add_norm((backend, tp), &w.attended, &layer.post_norm, stream, tokens)?;
-            layer.mlp.forward(backend, &w.normed, tokens, &mut w.gate_up, &mut w.gated);
-            let next = self.layers.get(i + 1).map_or(&self.final_norm, |l| &l.input_norm);
-            let stream =
-                ResidualStream { partial: &mut w.partial, residual: &mut w.residual, normed: &mut w.normed };
-            layer.mlp.down.forward_add_norm((backend, tp), &w.gated, next, stream, tokens)?;
+            let next_norm = self.layers.get(i + 1).map_or(&self.final_norm, |l| &l.input_norm);
+            layer.forward((&mut *backend, tp), &step, next_norm, cache, work)?;
         }
-        backend.gather_rows(&w.normed, input.logit_tokens, &mut w.last);
-        let head = self.head.as_ref().unwrap_or(&self.embedding);
-        head.logits(backend, &w.last, input.logit_tokens.len(), &mut w.logits);
-        Ok(&w.logits)
+        backend.gather_rows(&work.normed, input.logit_tokens, &mut work.last);
+        let (head, rows) = (self.head.as_ref().unwrap_or(&self.embedding), input.logit_tokens.len());
+        head.logits(backend, &work.last, rows, &mut work.logits);
+        if let Some(cap) = self.logit_softcap {
+            backend.softcap(&mut work.logits, cap, rows);
+        }
+        Ok(&work.logits)
     }
 }
 
 impl<B: Backend> Layer<B> {
-    fn load(loader: &Loader<'_, B>, layer: usize) -> Result<Self> {
-        let (prefix, hidden) = (format!("model.layers.{layer}"), loader.config().hidden_size);
+    fn load(loader: &Loader<'_, B>, rules: &LayerRules, layer: usize) -> Result<Self> {
         Ok(Self {
-            input_norm: Norm::load(loader, &format!("{prefix}.input_layernorm"), hidden)?,
-            attention: Attention::load(loader, &format!("{prefix}.self_attn"), layer)?,
-            post_norm: Norm::load(loader, &format!("{prefix}.post_attention_layernorm"), hidden)?,
-            mlp: GatedMlp::load(loader, &format!("{prefix}.mlp"))?,
+            input_norm: Norm::load(loader, &rules.input_norm)?,
+            attention: Attention::load(loader, &rules.attention, layer)?,
+            attention_output_norm: Norm::load_optional(loader, &rules.attention_output_norm)?,
+            mlp_input_norm: Norm::load(loader, &rules.mlp_input_norm)?,
+            feed_forward: FeedForward::load(loader, &rules.feed_forward)?,
+            mlp_output_norm: Norm::load_optional(loader, &rules.mlp_output_norm)?,
         })
+    }
+
+    /// `w.normed` in, `w.normed` for the layer after `next_norm` out.
+    fn forward(
+        &self,
+        ctx: (&mut B, &dyn Collective),
+        step: &AttentionStep<'_, B>,
+        next_norm: &Norm<B>,
+        cache: &mut B::KvCache,
+        w: &mut Workspace<B>,
+    ) -> Result<()> {
+        let (backend, tp) = ctx;
+        let tokens = step.positions.len();
+        self.attention.forward(backend, step, &w.normed, cache, (&mut w.qkv, &mut w.attended));
+        self.attention.output.forward(backend, &w.attended, tokens, &mut w.partial);
+        let end = HalfLayerEnd {
+            bias: self.attention.output.bias.as_ref(),
+            output_norm: self.attention_output_norm.as_ref(),
+            next_norm: &self.mlp_input_norm,
+        };
+        end.run((&mut *backend, tp), w.stream(), tokens)?;
+        self.feed_forward.forward(backend, &w.normed, tokens, &mut w.feed_forward, &mut w.partial);
+        let end = HalfLayerEnd {
+            bias: self.feed_forward.bias(),
+            output_norm: self.mlp_output_norm.as_ref(),
+            next_norm,
+        };
+        end.run((backend, tp), w.stream(), tokens)
+    }
+}
+
+impl<B: Backend> Workspace<B> {
+    fn stream(&mut self) -> ResidualStream<'_, B> {
+        ResidualStream { partial: &mut self.partial, residual: &mut self.residual, normed: &mut self.normed }
     }
 }

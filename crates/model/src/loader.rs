@@ -1,27 +1,32 @@
-//! Reads a rank's slices of a checkpoint into packed weights.
+//! Reads a rank's slices of a checkpoint into packed weights, as the rules say.
 //!
 //! Rows arrive in bands of a few MiB, so that a rank needs little memory beyond its shard, and
-//! only the rank's own rows and columns are read. Every name that a layer asks for is recorded;
-//! what nobody asked for is reported once.
+//! only the rank's own rows and columns are read. **Invariant:** every parameter is filled exactly
+//! once: asking for one twice is an error at once, one that nobody asked for is an error at the end
+//! ([`Loader::check_complete`]). What the files hold beside that is reported once.
 
-use crate::Result;
+use crate::rules::ModelRules;
+use crate::source::WeightSource;
+use crate::{ModelError, Result};
 use half::{bf16, f16};
 use lockstep_backend::{Backend, LinearSpec};
+use lockstep_core::shard::{Group, LocalMatrix, Piece, WeightRule};
 use lockstep_core::{DType, ModelConfig, ParallelInfo};
-use lockstep_weights::ModelFiles;
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::ops::Range;
 
 /// Bytes of one band of rows: large enough to stream, small against any shard.
 const BAND_BYTES: usize = 2 << 20;
+/// Parameters that an error names one by one.
+const NAMED_MAX: usize = 5;
 
 /// Told how much of the model is loaded: parts done, parts in all (layers, embedding, head).
 pub type Progress<'a> = &'a dyn Fn(usize, usize);
 
 /// Loads one rank's part of one checkpoint.
 pub struct Loader<'a, B: Backend> {
-    files: &'a ModelFiles,
+    source: &'a dyn WeightSource,
     backend: &'a B,
     parallel: ParallelInfo,
     dtype: Option<DType>,
@@ -31,52 +36,29 @@ pub struct Loader<'a, B: Backend> {
 
 #[derive(Default)]
 struct State {
-    used: HashSet<String>,
+    /// Parameters by tensor and first row; a fused tensor holds several.
+    filled: HashSet<(String, usize)>,
     packed_bytes: u64,
     raw: Vec<u8>,
     converted: Vec<u8>,
-}
-
-/// A run of rows of one tensor inside a fused matrix.
-pub struct Part {
-    /// Name in the checkpoint.
-    pub name: String,
-    /// Global rows of the whole tensor, checked against the file.
-    pub global_rows: usize,
-    /// The rows of this rank.
-    pub rows: Range<usize>,
-}
-
-/// A packed matrix made of parts, see [`Loader::linear`].
-pub struct MatrixPlan {
-    /// Parts in row order.
-    pub parts: Vec<Part>,
-    /// Rows to leave zero after the parts (vocabulary padding).
-    pub padding_rows: usize,
-    /// Global columns of every part, checked against the file.
-    pub global_cols: usize,
-    /// The columns of this rank.
-    pub cols: Range<usize>,
-    /// Order of the sum over `cols`, see [`LinearSpec::leaves`].
-    pub leaves: Vec<usize>,
 }
 
 impl<'a, B: Backend> Loader<'a, B> {
     /// A loader for the rank at `parallel`. `dtype` converts every matrix (`--dtype`); by default
     /// a matrix keeps its file's type, or f32 where fused parts differ.
     pub fn new(
-        files: &'a ModelFiles,
+        source: &'a dyn WeightSource,
         backend: &'a B,
         parallel: ParallelInfo,
         dtype: Option<DType>,
         progress: Progress<'a>,
     ) -> Self {
-        Self { files, backend, parallel, dtype, progress, state: RefCell::default() }
+        Self { source, backend, parallel, dtype, progress, state: RefCell::default() }
     }
 
     /// The model being loaded.
     pub fn config(&self) -> &'a ModelConfig {
-        self.files.config()
+        self.source.config()
     }
 
     /// Where this rank stands.
@@ -101,89 +83,105 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     /// One sentence about tensors of the file that no layer asked for.
     pub fn unused_report(&self) -> Option<String> {
-        self.files.unused_report(&self.state.borrow().used)
+        let state = self.state.borrow();
+        self.source.unused_report(&state.filled.iter().map(|(tensor, _)| tensor.clone()).collect())
     }
 
-    /// A replicated or sliced vector: elements `range` of a tensor of `global_len`.
-    pub fn vector(&self, name: &str, global_len: usize, range: Range<usize>) -> Result<B::Vector> {
-        self.files.expect_shape(name, &[global_len])?;
-        let values = self.files.read_vector(name, range)?;
-        let mut state = self.state.borrow_mut();
-        state.used.insert(name.to_owned());
-        state.packed_bytes += (values.len() * size_of::<f32>()) as u64;
-        Ok(self.backend.vector(&values)?)
-    }
-
-    /// Several slices of vectors joined into one (the bias of a fused matrix).
-    pub fn fused_vector(&self, parts: &[Part]) -> Result<B::Vector> {
-        let mut values = Vec::new();
-        for part in parts {
-            self.files.expect_shape(&part.name, &[part.global_rows])?;
-            values.extend(self.files.read_vector(&part.name, part.rows.clone())?);
-            self.state.borrow_mut().used.insert(part.name.clone());
+    /// Fails unless every parameter of `rules` was filled.
+    pub fn check_complete(&self, rules: &ModelRules) -> Result<()> {
+        let state = self.state.borrow();
+        let pieces = rules.iter().flat_map(|rule| &rule.pieces);
+        let missing: Vec<&str> = pieces
+            .filter(|piece| !state.filled.contains(&key(piece)))
+            .map(|piece| piece.tensor.as_str())
+            .collect();
+        match missing.len() {
+            0 => Ok(()),
+            count => Err(ModelError::NotFilled {
+                count,
+                tensors: missing.get(..NAMED_MAX).unwrap_or(&missing).join(", "),
+            }),
         }
-        self.state.borrow_mut().packed_bytes += (values.len() * size_of::<f32>()) as u64;
-        Ok(self.backend.vector(&values)?)
     }
 
-    /// Reads and packs a matrix, band by band.
+    /// Reads this rank's part of a vector, f32; several pieces are joined.
     ///
-    /// Errors name the tensor that is missing or has the wrong shape.
-    pub fn linear(&self, plan: MatrixPlan) -> Result<B::Linear> {
-        for part in &plan.parts {
-            self.files.expect_shape(&part.name, &[part.global_rows, plan.global_cols])?;
+    /// Norm weights of a family that stores them less 1 get the 1 back. Errors name the tensor that
+    /// is missing, has the wrong shape or was read before.
+    pub fn vector(&self, rule: &WeightRule) -> Result<B::Vector> {
+        let offset = rule.group == Group::Norms && self.config().norm_offset;
+        let mut values = Vec::new();
+        for piece in &rule.pieces {
+            self.source.expect_shape(&piece.tensor, &rule.stored_shape(piece))?;
+            values.extend(self.source.read_vector(&piece.tensor, piece.local_rows(self.parallel))?);
+            self.note_filled(piece)?;
         }
-        let dtype = self.matrix_dtype(&plan.parts);
-        let rows: usize = plan.parts.iter().map(|p| p.rows.len()).sum();
-        let spec = LinearSpec {
-            out_features: rows + plan.padding_rows,
-            in_features: plan.cols.len(),
-            dtype,
-            leaves: plan.leaves.clone(),
-        };
+        if offset {
+            values.iter_mut().for_each(|v| *v += 1.0);
+        }
+        self.state.borrow_mut().packed_bytes += size_of_val(values.as_slice()) as u64;
+        Ok(self.backend.vector(&values)?)
+    }
+
+    /// Reads and packs this rank's part of a matrix, band by band. Panics on the rule of a vector.
+    ///
+    /// Errors name the tensor that is missing, has the wrong shape or was read before.
+    pub fn matrix(&self, rule: &WeightRule) -> Result<B::Linear> {
+        for piece in &rule.pieces {
+            self.source.expect_shape(&piece.tensor, &rule.stored_shape(piece))?;
+        }
+        let LocalMatrix { rows, padding_rows, columns, leaves } =
+            rule.local_matrix(self.parallel).expect("invariant: layers ask for matrices by matrix rules");
+        let dtype = self.dtype.unwrap_or_else(|| rule.dtype(|tensor| self.source.dtype_of(tensor)));
+        let spec =
+            LinearSpec { out_features: rows + padding_rows, in_features: columns.len(), dtype, leaves };
         let mut linear = self.backend.linear(spec)?;
         let mut first_row = 0;
-        for part in &plan.parts {
-            self.pack_part(&mut linear, part, &plan.cols, dtype, first_row)?;
-            first_row += part.rows.len();
-            self.files.release(&part.name);
-            self.state.borrow_mut().used.insert(part.name.clone());
+        for piece in &rule.pieces {
+            first_row += self.pack_piece(&mut linear, piece, &columns, dtype, first_row)?;
+            self.note_filled(piece)?;
+            self.source.release(&piece.tensor);
         }
+        assert_eq!(first_row, rows, "invariant: the pieces are the rows of the matrix");
         Ok(linear)
     }
 
-    fn pack_part(
+    /// Packs this rank's rows of `piece` as output rows from `first_row`; gives their number.
+    fn pack_piece(
         &self,
         linear: &mut B::Linear,
-        part: &Part,
-        cols: &Range<usize>,
+        piece: &Piece,
+        columns: &Range<usize>,
         dtype: DType,
         first_row: usize,
-    ) -> Result<()> {
-        let band_rows = (BAND_BYTES / (cols.len().max(1) * size_of::<f32>())).max(1);
+    ) -> Result<usize> {
+        let band_rows = (BAND_BYTES / (columns.len().max(1) * size_of::<f32>())).max(1);
+        let rows = piece.local_rows(self.parallel);
         let mut state = self.state.borrow_mut();
         let state = &mut *state;
-        let mut row = part.rows.start;
-        while row < part.rows.end {
-            let end = part.rows.end.min(row + band_rows);
-            let stored = self.files.read_rows(&part.name, row..end, cols.clone(), &mut state.raw)?;
+        let mut row = rows.start;
+        while row < rows.end {
+            let end = rows.end.min(row + band_rows);
+            let stored = self.source.read_rows(&piece.tensor, row..end, columns.clone(), &mut state.raw)?;
             let band = convert(&state.raw, stored, dtype, &mut state.converted);
-            self.backend.pack_rows(linear, first_row + row - part.rows.start, band);
+            self.backend.pack_rows(linear, first_row + row - rows.start, band);
             state.packed_bytes += band.len() as u64;
             row = end;
         }
-        Ok(())
+        Ok(rows.len())
     }
 
-    /// The common type of fused parts: theirs if they agree, else f32, which holds both.
-    fn matrix_dtype(&self, parts: &[Part]) -> DType {
-        if let Some(dtype) = self.dtype {
-            return dtype;
+    fn note_filled(&self, piece: &Piece) -> Result<()> {
+        match self.state.borrow_mut().filled.insert(key(piece)) {
+            true => Ok(()),
+            false => Err(ModelError::FilledTwice { tensor: piece.tensor.clone() }),
         }
-        let mut types = parts.iter().filter_map(|p| self.files.dtype_of(&p.name));
-        let first = types.next().unwrap_or(DType::F32);
-        if types.all(|t| t == first) { first } else { DType::F32 }
     }
+}
+
+/// What tells one parameter from another.
+fn key(piece: &Piece) -> (String, usize) {
+    (piece.tensor.clone(), piece.rows.start)
 }
 
 /// `raw` as elements of `to`; narrowing rounds to nearest even.

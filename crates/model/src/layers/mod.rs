@@ -1,4 +1,5 @@
-//! Layers, each with its shard rule beside it (as nano-vllm `layers/linear.py` does).
+//! Layers. Each states the rules of its weights (`rule`, `*Rules`) beside the code that loads and
+//! runs them, as nano-vllm `layers/linear.py` does.
 //!
 //! | layer | rule |
 //! |---|---|
@@ -6,10 +7,13 @@
 //! | [`linear::RowParallel`] | columns (inputs) cut; partial sums reduced, bias added once after |
 //! | [`vocab::VocabParallel`] | vocabulary rows cut, padded; embedding reduced, logits gathered |
 //! | [`attention::Attention`] | query heads cut, KV heads cut or replicated |
-//! | [`mlp::GatedMlp`] | gate and up column-parallel, down row-parallel |
-//! | norms | replicated |
+//! | [`feed_forward::FeedForward`] | gate and up column-parallel, down row-parallel, in the MLP and in each expert; router replicated |
+//! | [`norm::Norm`] | replicated |
 
 pub mod attention;
+pub mod feed_forward;
 pub mod linear;
-pub mod mlp;
+pub mod moe;
+pub mod norm;
+pub mod residual;
 pub mod vocab;

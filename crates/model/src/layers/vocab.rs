@@ -1,11 +1,23 @@
 //! The vocabulary-parallel matrix: input embedding and output head.
 
 use crate::Result;
-use crate::loader::{Loader, MatrixPlan, Part};
+use crate::loader::Loader;
 use lockstep_backend::Backend;
 use lockstep_comm::collective::Collective;
-use lockstep_core::TokenId;
-use lockstep_core::shard::VocabShard;
+use lockstep_core::shard::{Columns, Group, Piece, RowCut, VocabShard, WeightRule};
+use lockstep_core::{ModelConfig, TokenId};
+
+/// Name of the input embedding, which is also the head of a tied model.
+pub const EMBEDDING: &str = "model.embed_tokens";
+/// Name of an untied output head.
+pub const HEAD: &str = "lm_head";
+
+/// The rule of `{name}.weight`, `[vocab, hidden]`.
+pub fn rule(config: &ModelConfig, name: &str) -> WeightRule {
+    let piece = Piece::whole(format!("{name}.weight"), config.vocab_size, RowCut::Vocabulary);
+    let columns = Columns { global_len: config.hidden_size, cut: false };
+    WeightRule::matrix(Group::Vocabulary, vec![piece], columns)
+}
 
 /// `[local_vocab, hidden]`: this rank's rows of the vocabulary, padded so that all ranks hold
 /// equally many. Padding rows are zero and never sampled ([`VocabShard::real`]).
@@ -15,22 +27,11 @@ pub struct VocabParallel<B: Backend> {
 }
 
 impl<B: Backend> VocabParallel<B> {
-    /// Loads `{name}.weight`, `[vocab, hidden]`.
-    pub fn load(loader: &Loader<'_, B>, name: &str) -> Result<Self> {
+    /// Loads this rank's rows.
+    pub fn load(loader: &Loader<'_, B>, rule: &WeightRule) -> Result<Self> {
         let (config, p) = (loader.config(), loader.parallel());
         let shard = VocabShard::new(config.vocab_size, p.tp_rank, p.tp_size);
-        let weight = loader.linear(MatrixPlan {
-            parts: vec![Part {
-                name: format!("{name}.weight"),
-                global_rows: config.vocab_size,
-                rows: shard.real.clone(),
-            }],
-            padding_rows: shard.padded.len() - shard.real.len(),
-            global_cols: config.hidden_size,
-            cols: 0..config.hidden_size,
-            leaves: vec![0, config.hidden_size],
-        })?;
-        Ok(Self { weight, shard })
+        Ok(Self { weight: loader.matrix(rule)?, shard })
     }
 
     /// The rows of this rank.
@@ -56,8 +57,3 @@ impl<B: Backend> VocabParallel<B> {
         backend.matmul(&self.weight, x, None, rows, out);
     }
 }
-
-/// Name of the input embedding, which is also the head of a tied model.
-pub const EMBEDDING: &str = "model.embed_tokens";
-/// Name of an untied output head.
-pub const HEAD: &str = "lm_head";

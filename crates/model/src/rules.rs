@@ -1,0 +1,126 @@
+//! Every weight of a model and how it is cut: the layers' rules put together.
+//!
+//! **Invariant:** this is the only list. [`Decoder::load`](crate::Decoder::load) loads from it, the
+//! loader checks that all of it was filled once, [`ShardBytes`](crate::ShardBytes) adds it up, dummy
+//! weights follow it, and a test holds the table of `docs/sharding.md` against it.
+
+use crate::families;
+use crate::layers::attention::AttentionRules;
+use crate::layers::feed_forward::FeedForwardRules;
+use crate::layers::{norm, vocab};
+use lockstep_core::ModelConfig;
+use lockstep_core::shard::WeightRule;
+
+/// The rules of one decoder layer.
+#[derive(Clone, Debug)]
+pub struct LayerRules {
+    /// Norm before attention.
+    pub input_norm: WeightRule,
+    /// Attention.
+    pub attention: AttentionRules,
+    /// Norm on the attention output, in families with sandwich norms.
+    pub attention_output_norm: Option<WeightRule>,
+    /// Norm before the MLP.
+    pub mlp_input_norm: WeightRule,
+    /// MLP or experts.
+    pub feed_forward: FeedForwardRules,
+    /// Norm on the MLP output, in families with sandwich norms.
+    pub mlp_output_norm: Option<WeightRule>,
+}
+
+/// The rules of a whole model.
+#[derive(Clone, Debug)]
+pub struct ModelRules {
+    /// Input embedding; the head too when the model is tied.
+    pub embedding: WeightRule,
+    /// Decoder layers in order.
+    pub layers: Vec<LayerRules>,
+    /// Norm before the head.
+    pub final_norm: WeightRule,
+    /// Untied output head.
+    pub head: Option<WeightRule>,
+}
+
+impl ModelRules {
+    /// The rules of `config`.
+    pub fn new(config: &ModelConfig) -> Self {
+        let untied = !config.tie_word_embeddings;
+        Self {
+            embedding: vocab::rule(config, vocab::EMBEDDING),
+            layers: (0..config.num_layers).map(|layer| LayerRules::new(config, layer)).collect(),
+            final_norm: norm::rule("model.norm", config.hidden_size),
+            head: untied.then(|| vocab::rule(config, vocab::HEAD)),
+        }
+    }
+
+    /// Every rule, in loading order.
+    pub fn iter(&self) -> impl Iterator<Item = &WeightRule> {
+        let layers = self.layers.iter().flat_map(LayerRules::iter);
+        std::iter::once(&self.embedding).chain(layers).chain([&self.final_norm]).chain(&self.head)
+    }
+}
+
+impl LayerRules {
+    fn new(config: &ModelConfig, layer: usize) -> Self {
+        let layout = families::layout(config);
+        let prefix = format!("model.layers.{layer}");
+        let norm = |name: &str| norm::rule(&format!("{prefix}.{name}"), config.hidden_size);
+        Self {
+            input_norm: norm(layout.norms.input),
+            attention: AttentionRules::new(config, layout, &format!("{prefix}.self_attn")),
+            attention_output_norm: layout.norms.attention_output.map(norm),
+            mlp_input_norm: norm(layout.norms.mlp_input),
+            feed_forward: FeedForwardRules::new(config, layout, &format!("{prefix}.mlp"), layer),
+            mlp_output_norm: layout.norms.mlp_output.map(norm),
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &WeightRule> {
+        std::iter::once(&self.input_norm)
+            .chain(self.attention.iter())
+            .chain(&self.attention_output_norm)
+            .chain([&self.mlp_input_norm])
+            .chain(self.feed_forward.iter())
+            .chain(&self.mlp_output_norm)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_core::shard;
+
+    fn config(text: &str) -> ModelConfig {
+        lockstep_core::config::hf::parse(text.as_bytes()).unwrap()
+    }
+
+    /// The refusal of illegal tp sizes speaks of heads and widths; it must mean what the rules mean.
+    #[test]
+    fn a_tp_size_is_legal_when_every_rule_can_be_cut() {
+        let sizes = |architecture: &str, heads: usize, kv: usize, inner: usize, expert: usize| {
+            config(&format!(
+                r#"{{"architectures": ["{architecture}"], "hidden_size": 240, "head_dim": 8,
+                "num_attention_heads": {heads}, "num_key_value_heads": {kv}, "intermediate_size": {inner},
+                "num_hidden_layers": 2, "vocab_size": 321, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+                "max_position_embeddings": 64, "num_experts": {expert}, "num_experts_per_tok": {expert},
+                "moe_intermediate_size": {expert}}}"#
+            ))
+        };
+        let mut configs = Vec::new();
+        for (heads, kv) in [(4, 2), (6, 2), (12, 4), (40, 8), (24, 24), (5, 1)] {
+            for inner in [96, 60, 7] {
+                configs.push(sizes("LlamaForCausalLM", heads, kv, inner, 0));
+                configs.push(sizes("Phi3ForCausalLM", heads, kv, inner, 0));
+                configs.push(sizes("Qwen3MoeForCausalLM", heads, kv, inner, 12));
+            }
+        }
+        for config in configs {
+            let rules = ModelRules::new(&config);
+            for tp_size in 1..=lockstep_core::limits::TP_SIZE_MAX {
+                let by_rules = rules.iter().all(|rule| rule.is_legal(tp_size));
+                let by_config = shard::check_tp_size(&config, tp_size as i64).is_ok();
+                assert_eq!(by_rules, by_config, "tp {tp_size}, {config:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! Where weights come from: model files, or made up from a seed ([`crate::DummyWeights`]).
+
+use crate::Result;
+use lockstep_core::{DType, ModelConfig};
+use lockstep_weights::{ModelFiles, WeightsError};
+use std::borrow::Cow;
+use std::collections::HashSet;
+use std::ops::Range;
+
+/// What the loader asks of a checkpoint. Tensors go by the names of the rules, which are those of a
+/// text-only Hugging Face checkpoint.
+pub trait WeightSource {
+    /// The model's description.
+    fn config(&self) -> &ModelConfig;
+    /// Element type that [`read_rows`](Self::read_rows) gives; `None` for a tensor that cannot be read.
+    fn dtype_of(&self, tensor: &str) -> Option<DType>;
+    /// Fails unless the tensor is there and has exactly this shape; the error names it.
+    fn expect_shape(&self, tensor: &str, shape: &[usize]) -> Result<()>;
+    /// Puts `rows` x `cols` of a matrix into `out`, row-major, little-endian, and gives their type.
+    fn read_rows(
+        &self,
+        tensor: &str,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        out: &mut Vec<u8>,
+    ) -> Result<DType>;
+    /// Elements `range` of a vector.
+    fn read_vector(&self, tensor: &str, range: Range<usize>) -> Result<Vec<f32>>;
+    /// Nobody will read the tensor again.
+    fn release(&self, tensor: &str);
+    /// One sentence about what the source holds beside the tensors in `used`.
+    fn unused_report(&self, used: &HashSet<String>) -> Option<String>;
+}
+
+/// How checkpoints that hold more than text name the text model's tensors.
+const TEXT_PREFIXES: [&str; 2] = ["language_model.", "model.language_model."];
+
+/// The name under which the files hold `tensor`: its own, or that inside a larger model
+/// (`language_model.model.layers...` before transformers 4.52, `model.language_model.layers...`
+/// after).
+fn stored_name<'t>(files: &ModelFiles, tensor: &'t str) -> Cow<'t, str> {
+    if files.tensor(tensor).is_some() {
+        return tensor.into();
+    }
+    let inner = tensor.strip_prefix("model.").unwrap_or(tensor);
+    let candidates = [format!("{}{tensor}", TEXT_PREFIXES[0]), format!("{}{inner}", TEXT_PREFIXES[1])];
+    match candidates.into_iter().find(|name| files.tensor(name).is_some()) {
+        Some(name) => name.into(),
+        None => tensor.into(),
+    }
+}
+
+impl WeightSource for ModelFiles {
+    fn config(&self) -> &ModelConfig {
+        ModelFiles::config(self)
+    }
+
+    fn dtype_of(&self, tensor: &str) -> Option<DType> {
+        ModelFiles::dtype_of(self, &stored_name(self, tensor))
+    }
+
+    fn expect_shape(&self, tensor: &str, shape: &[usize]) -> Result<()> {
+        ModelFiles::expect_shape(self, &stored_name(self, tensor), shape)?;
+        Ok(())
+    }
+
+    fn read_rows(
+        &self,
+        tensor: &str,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        out: &mut Vec<u8>,
+    ) -> Result<DType> {
+        Ok(ModelFiles::read_rows(self, &stored_name(self, tensor), rows, cols, out)?)
+    }
+
+    fn read_vector(&self, tensor: &str, range: Range<usize>) -> Result<Vec<f32>> {
+        Ok(ModelFiles::read_vector(self, &stored_name(self, tensor), range)?)
+    }
+
+    fn release(&self, tensor: &str) {
+        ModelFiles::release(self, &stored_name(self, tensor));
+    }
+
+    fn unused_report(&self, used: &HashSet<String>) -> Option<String> {
+        let stored = used.iter().map(|tensor| stored_name(self, tensor).into_owned()).collect();
+        ModelFiles::unused_report(self, &stored)
+    }
+}
+
+/// The error for a tensor that a source without files does not have.
+pub(crate) fn missing(tensor: &str, searched: &str) -> WeightsError {
+    WeightsError::MissingTensor { name: tensor.into(), searched: searched.into() }
+}
