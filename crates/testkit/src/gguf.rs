@@ -4,6 +4,8 @@
 //! specification of the ggml project; dimensions are written innermost first, as GGUF wants them,
 //! but given outermost first, as everywhere else here.
 
+pub mod blocks;
+
 /// Alignment of the data section and of each tensor, in bytes (the format's default).
 const ALIGNMENT: usize = 32;
 
@@ -16,53 +18,82 @@ pub enum GgmlType {
     F16,
     /// bf16.
     Bf16,
+    /// 32 elements: scale (f16), 4-bit values around 8.
+    Q4_0,
     /// 32 elements: scale and minimum (f16), 4-bit values.
     Q4_1,
     /// 32 elements: scale (f16), 32 fifth bits, 4-bit values.
     Q5_0,
+    /// 32 elements: scale and minimum (f16), 32 fifth bits, 4-bit values.
+    Q5_1,
     /// 32 elements: scale (f16), 8-bit values.
     Q8_0,
+    /// 32 elements: scale (f16), 4-bit indices of uneven levels.
+    Iq4Nl,
+    /// 256 elements: 16 bytes of 4-bit scales and minima, 2-bit values, two f16 scales.
+    Q2K,
+    /// 256 elements: third bits, 2-bit values, 12 bytes of 6-bit scales, one f16 scale.
+    Q3K,
     /// 256 elements: two f16 scales, 12 bytes of 6-bit scales and minima, 4-bit values.
     Q4K,
+    /// 256 elements: as Q4K with 32 bytes of fifth bits.
+    Q5K,
     /// 256 elements: 4-bit and 2-bit parts, 16 8-bit scales, one f16 scale.
     Q6K,
 }
 
 impl GgmlType {
+    /// Every type.
+    pub const ALL: [GgmlType; 14] = [
+        GgmlType::F32,
+        GgmlType::F16,
+        GgmlType::Bf16,
+        GgmlType::Q4_0,
+        GgmlType::Q4_1,
+        GgmlType::Q5_0,
+        GgmlType::Q5_1,
+        GgmlType::Q8_0,
+        GgmlType::Iq4Nl,
+        GgmlType::Q2K,
+        GgmlType::Q3K,
+        GgmlType::Q4K,
+        GgmlType::Q5K,
+        GgmlType::Q6K,
+    ];
+
+    /// The number in a file, elements of one block, bytes of one block.
+    const fn layout(self) -> (u32, usize, usize) {
+        match self {
+            GgmlType::F32 => (0, 1, 4),
+            GgmlType::F16 => (1, 1, 2),
+            GgmlType::Bf16 => (30, 1, 2),
+            GgmlType::Q4_0 => (2, 32, 2 + 16),
+            GgmlType::Q4_1 => (3, 32, 2 + 2 + 16),
+            GgmlType::Q5_0 => (6, 32, 2 + 4 + 16),
+            GgmlType::Q5_1 => (7, 32, 2 + 2 + 4 + 16),
+            GgmlType::Q8_0 => (8, 32, 2 + 32),
+            GgmlType::Iq4Nl => (20, 32, 2 + 16),
+            GgmlType::Q2K => (10, 256, 16 + 64 + 2 + 2),
+            GgmlType::Q3K => (11, 256, 32 + 64 + 12 + 2),
+            GgmlType::Q4K => (12, 256, 2 + 2 + 12 + 128),
+            GgmlType::Q5K => (13, 256, 2 + 2 + 12 + 32 + 128),
+            GgmlType::Q6K => (14, 256, 128 + 64 + 16 + 2),
+        }
+    }
+
     /// The type's number in a file.
     pub const fn number(self) -> u32 {
-        match self {
-            GgmlType::F32 => 0,
-            GgmlType::F16 => 1,
-            GgmlType::Q4_1 => 3,
-            GgmlType::Q5_0 => 6,
-            GgmlType::Q8_0 => 8,
-            GgmlType::Q4K => 12,
-            GgmlType::Q6K => 14,
-            GgmlType::Bf16 => 30,
-        }
+        self.layout().0
     }
 
     /// Elements of one block.
     pub const fn block_elements(self) -> usize {
-        match self {
-            GgmlType::F32 | GgmlType::F16 | GgmlType::Bf16 => 1,
-            GgmlType::Q4_1 | GgmlType::Q5_0 | GgmlType::Q8_0 => 32,
-            GgmlType::Q4K | GgmlType::Q6K => 256,
-        }
+        self.layout().1
     }
 
     /// Bytes of one block.
     pub const fn block_bytes(self) -> usize {
-        match self {
-            GgmlType::F32 => 4,
-            GgmlType::F16 | GgmlType::Bf16 => 2,
-            GgmlType::Q4_1 => 2 + 2 + 16,
-            GgmlType::Q5_0 => 2 + 4 + 16,
-            GgmlType::Q8_0 => 2 + 32,
-            GgmlType::Q4K => 2 + 2 + 12 + 128,
-            GgmlType::Q6K => 128 + 64 + 16 + 2,
-        }
+        self.layout().2
     }
 }
 

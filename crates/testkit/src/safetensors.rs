@@ -2,21 +2,47 @@
 //!
 //! Follows the format's specification; the header is padded with spaces to a multiple of 8.
 
+pub mod quantised;
+
 use crate::tensor::{FileDType, Weights};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
+/// A tensor of any type of the format, as bytes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StoredTensor {
+    /// Name in the file.
+    pub name: String,
+    /// The format's spelling, e.g. `I32` or `F8_E4M3`.
+    pub dtype: &'static str,
+    /// Lengths, outermost first.
+    pub shape: Vec<usize>,
+    /// Little-endian elements.
+    pub bytes: Vec<u8>,
+}
+
 /// The bytes of a file with all of `weights`, stored as `dtype`.
 pub fn encode(weights: &Weights, dtype: FileDType) -> Vec<u8> {
+    let stored = |(name, tensor): (&String, &crate::tensor::Tensor)| StoredTensor {
+        name: name.clone(),
+        dtype: dtype.safetensors_name(),
+        shape: tensor.shape.clone(),
+        bytes: dtype.bytes(&tensor.data),
+    };
+    encode_stored(&weights.iter().map(stored).collect::<Vec<_>>())
+}
+
+/// The bytes of a file with `tensors`, in their order.
+pub fn encode_stored(tensors: &[StoredTensor]) -> Vec<u8> {
     let mut header = Map::new();
     header.insert("__metadata__".into(), json!({"format": "pt"}));
     let mut data = Vec::new();
-    for (name, tensor) in weights {
+    for tensor in tensors {
         let start = data.len();
-        data.extend(dtype.bytes(&tensor.data));
+        data.extend(&tensor.bytes);
         header.insert(
-            name.clone(),
-            json!({"dtype": dtype.safetensors_name(), "shape": tensor.shape, "data_offsets": [start, data.len()]}),
+            tensor.name.clone(),
+            json!({"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, data.len()]}),
         );
     }
     encode_raw(&Value::Object(header).to_string(), &data)

@@ -6,9 +6,9 @@ use crate::gguf::{self, Metadata};
 use crate::locate;
 use crate::mapped::MappedFile;
 use crate::storage::{StorageKind, TensorInfo};
+use crate::tensor::{Form, Piece, Tensor};
 use lockstep_core::{DType, ModelConfig, TokenId};
 use std::collections::{BTreeMap, HashSet};
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -43,51 +43,16 @@ pub(crate) struct Opened {
     pub files: Vec<Arc<MappedFile>>,
     /// By Hugging Face name.
     pub tensors: BTreeMap<String, Tensor>,
+    /// Scales of activations and of the KV cache that were left out.
+    pub ignored_scales: usize,
     /// The folder, for formats that keep the tokenizer beside the weights.
     pub folder: Option<PathBuf>,
     pub metadata: Option<Metadata>,
 }
 
-/// Where one tensor lies.
-#[derive(Debug)]
-pub(crate) struct Tensor {
-    pub info: TensorInfo,
-    /// Index into `Opened::files`.
-    pub file: usize,
-    /// Bytes in that file; checked to lie inside it and to match `info`.
-    pub bytes: Range<usize>,
-    pub order: RowOrder,
-}
-
-/// How the rows of a tensor are ordered in the file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RowOrder {
-    /// As Hugging Face has them.
-    AsStored,
-    /// Per head, rows `i` and `i + head_dim/2` stand side by side: llama.cpp's `permute` for
-    /// interleaved rope. The number of rows is a multiple of `head_dim`.
-    RopePairs {
-        /// Rows per head.
-        head_dim: usize,
-    },
-}
-
-impl RowOrder {
-    /// Row in the file of Hugging Face row `row`.
-    pub fn stored_row(self, row: usize) -> usize {
-        match self {
-            Self::AsStored => row,
-            Self::RopePairs { head_dim } => {
-                let (head, i) = (row / head_dim, row % head_dim);
-                let half = head_dim / 2;
-                head * head_dim + 2 * (i % half) + i / half
-            }
-        }
-    }
-}
-
 impl ModelFiles {
-    /// Opens a folder in Hugging Face layout, a GGUF file, or a folder that holds one GGUF file.
+    /// Opens a folder in Hugging Face layout, a GGUF file (or any part of one), or a folder that holds
+    /// one GGUF file.
     ///
     /// Reads headers and small JSON files only. Fails on anything that is certain to fail later:
     /// missing or damaged files, an unsupported architecture.
@@ -151,15 +116,20 @@ impl ModelFiles {
     /// Reading already keeps all mappings together below about 12 MiB; call this after the last
     /// slice of a tensor to keep less.
     pub fn release(&self, name: &str) {
-        if let Some(tensor) = self.opened.tensors.get(name) {
-            self.file_of(tensor).release(tensor.bytes.clone());
+        let Some(tensor) = self.opened.tensors.get(name) else { return };
+        let release = |piece: &Piece| self.opened.files[piece.file].release(piece.bytes.clone());
+        release(&tensor.data);
+        match &tensor.form {
+            Form::Rows(_) => {}
+            Form::Scaled(scales) => release(&scales.data),
+            Form::Grouped(grouped) => [&grouped.zeros, &grouped.scales].into_iter().for_each(release),
         }
     }
 
     /// One sentence naming tensors that are in the files but not in `used`; `None` when there are
     /// none. Rope frequencies do not count: they come from the config.
     pub fn unused_report(&self, used: &HashSet<String>) -> Option<String> {
-        let known = |name: &str| name == gguf::open::ROPE_FREQS || name.ends_with("rotary_emb.inv_freq");
+        let known = |name: &str| gguf::open::is_rope_tensor(name) || name.ends_with("rotary_emb.inv_freq");
         let unused: Vec<&str> = self.tensor_names().filter(|n| !used.contains(*n) && !known(n)).collect();
         let shown = unused.get(..UNUSED_NAMED_MAX).unwrap_or(&unused).join(", ");
         match unused.len() {
@@ -178,6 +148,31 @@ impl ModelFiles {
     /// Format, type and number of files for people, e.g. `gguf Q4_K_M` or `safetensors bf16, 3 files`.
     pub fn source_label(&self) -> String {
         self.opened.label.clone()
+    }
+
+    /// What reading changes, one line for each stored kind, for the log: how many tensors are unpacked
+    /// to which type, and which scales are left out.
+    ///
+    /// A quantised tensor is unpacked on every rank and at every tp size, never only where a cut
+    /// would fall inside a block or group, so that the weights a model computes with do not depend
+    /// on tp.
+    pub fn conversions(&self) -> Vec<String> {
+        let mut tensors_by_kind = BTreeMap::new();
+        for tensor in self.opened.tensors.values().filter(|t| t.info.stored.is_quantised()) {
+            *tensors_by_kind.entry(tensor.info.stored).or_insert(0usize) += 1;
+        }
+        let mut lines: Vec<String> = tensors_by_kind
+            .into_iter()
+            .map(|(kind, n)| format!("{n} tensors stored as {kind} are unpacked to bf16 while loading"))
+            .collect();
+        match self.opened.ignored_scales {
+            0 => {}
+            n => lines.push(format!(
+                "{n} scales of activations or of the KV cache are not used: weights are unpacked, and \
+                 activations are not quantised"
+            )),
+        }
+        lines
     }
 
     /// GGUF metadata (vocabulary, merges, chat template); `None` for Hugging Face folders.
@@ -199,7 +194,12 @@ impl ModelFiles {
     }
 
     pub(crate) fn file_of(&self, tensor: &Tensor) -> &MappedFile {
-        &self.opened.files[tensor.file]
+        &self.opened.files[tensor.data.file]
+    }
+
+    /// The mapped bytes of a piece.
+    pub(crate) fn stored(&self, piece: &Piece) -> &[u8] {
+        &self.opened.files[piece.file].bytes()[piece.bytes.clone()]
     }
 
     /// The readable type of a tensor, or an error that names it.

@@ -14,11 +14,14 @@ mod error;
 mod files;
 mod generation;
 pub mod gguf;
+mod grouped;
 mod hf;
 mod locate;
 mod mapped;
 mod read;
+mod scaled;
 mod storage;
+mod tensor;
 
 pub use error::WeightsError;
 pub use files::ModelFiles;

@@ -2,6 +2,7 @@
 
 use crate::error::{Fault, WeightsError};
 use crate::files::Opened;
+use crate::gguf::split::PartName;
 use crate::{gguf, hf};
 use std::fs::{self, File};
 use std::io::Read;
@@ -10,7 +11,8 @@ use std::path::{Path, PathBuf};
 const NEITHER: &str =
     "is neither a folder nor a GGUF file; name a folder in Hugging Face layout or a .gguf file";
 
-/// Opens a folder in Hugging Face layout, a GGUF file, or a folder with exactly one GGUF file.
+/// Opens a folder in Hugging Face layout, a GGUF file, or a folder with exactly one GGUF file, which
+/// may be in parts.
 pub(crate) fn open(path: &Path) -> Result<Opened, WeightsError> {
     let kind = fs::metadata(path).map_err(|source| WeightsError::io(path, source))?;
     match (kind.is_dir(), kind.is_file()) {
@@ -52,6 +54,13 @@ fn open_folder(folder: &Path) -> Result<Opened, WeightsError> {
         matching.map(|n| n.display().to_string()).collect()
     };
     let gguf_files = with(&["gguf"]);
+    let paths: Vec<PathBuf> = gguf_files.iter().map(|name| folder.join(name)).collect();
+    if let Some(name) = paths.first().and_then(|path| PartName::parse(path))
+        && paths.iter().all(|path| PartName::parse(path).as_ref() == Some(&name))
+    {
+        // Any part will do; a missing one is reported by its name.
+        return open_file(&paths[0]);
+    }
     let reason = match (gguf_files.len(), with(&["safetensors"]), with(&["bin", "pt", "pth"])) {
         (1, _, _) => {
             let only = names.iter().find(|n| has_extension(n, "gguf")).expect("invariant: one was counted");

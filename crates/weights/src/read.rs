@@ -2,7 +2,10 @@
 
 use crate::dequant;
 use crate::error::WeightsError;
-use crate::files::{ModelFiles, RowOrder, Tensor};
+use crate::files::ModelFiles;
+use crate::grouped::{Grouped, GroupedBytes, Membership};
+use crate::storage::{StorageKind, TensorInfo};
+use crate::tensor::{Form, RowOrder, Tensor};
 use lockstep_core::DType;
 use std::ops::Range;
 
@@ -13,15 +16,22 @@ impl ModelFiles {
     /// Reads rows `rows` x columns `cols` of a matrix into `out`, which is cleared first.
     ///
     /// `out` gets `rows.len() * cols.len()` little-endian elements, row after row, of the returned
-    /// type: f32, f16 and bf16 as stored, GGUF blocks as bf16 (nearest even). Leading dimensions of
-    /// a tensor with more than two are flattened into rows. `cols` need not start or end on blocks.
-    /// Rows of query and key projections come in Hugging Face order from either format.
+    /// type: f32, f16 and bf16 as stored, everything quantised as bf16, rounded once to nearest even
+    /// from the f32 value that its format defines. Leading dimensions of a tensor with more than two
+    /// are flattened into rows. `cols` need not start or end on blocks: a slice has the same bits as
+    /// the slice of the whole. Rows of query and key projections come in Hugging Face order from
+    /// either format.
     ///
-    /// Memory: `out` plus at most about 12 MiB of mapped pages. A caller that copies `out` onwards
-    /// should ask for a few MiB of rows at a time.
+    /// May be called by several threads at once, each with its own `out`; they share nothing but
+    /// the count of resident pages.
+    ///
+    /// Memory: `out` plus at most about 12 MiB of mapped pages for all threads together. The 4-bit
+    /// matrices of GPTQ and AWQ are stored with input features outside, so that any rows touch pages
+    /// of the whole matrix: there the bound is 12 MiB plus the packed matrices being read. A caller
+    /// that copies `out` onwards should ask for a few MiB of rows at a time.
     ///
     /// Errors: the tensor is missing, of a type that cannot be read, a vector, or the ranges leave
-    /// its shape.
+    /// its shape; a GPTQ matrix names a group that it does not have.
     pub fn read_rows(
         &self,
         name: &str,
@@ -38,26 +48,66 @@ impl ModelFiles {
             return Err(WeightsError::OutOfRange { name: name.into(), asked, shape: info.shape.clone() });
         }
         out.clear();
-        if cols.is_empty() {
+        if cols.is_empty() || rows.is_empty() {
             return Ok(dtype);
         }
         out.reserve_exact(rows.len() * cols.len() * dtype.size_bytes());
-        let stored = &self.file_of(tensor).bytes()[tensor.bytes.clone()];
-        let mut reader = RowReader::new(tensor, stored, cols);
-        let rows_per_piece = (PIECE_BYTES / info.row_bytes().max(1)).max(1);
-        for start in rows.clone().step_by(rows_per_piece) {
-            let end = rows.end.min(start + rows_per_piece);
-            for row in start..end {
-                reader.append(row, out);
+        match &tensor.form {
+            Form::Rows(order) => {
+                let part = RowPart::new(info, cols);
+                let stored = self.stored(&tensor.data);
+                self.by_pieces(info, rows, |rows| part.append(*order, stored, rows, out));
             }
-            self.touch((end - start) * info.row_bytes());
+            Form::Scaled(scales) => {
+                let stored = (self.stored(&tensor.data), self.stored(&scales.data));
+                self.by_pieces(info, rows, |rows| {
+                    rows.for_each(|row| scales.append_row(info, stored, row, cols.clone(), out));
+                });
+            }
+            Form::Grouped(grouped) => self.read_grouped(tensor, grouped, (rows, cols), out)?,
         }
         Ok(dtype)
     }
 
+    /// Calls `read` for a few MiB of rows at a time, so that resident pages stay few.
+    fn by_pieces(&self, info: &TensorInfo, rows: Range<usize>, mut read: impl FnMut(Range<usize>)) {
+        let rows_per_piece = (PIECE_BYTES / info.row_bytes().max(1)).max(1);
+        for start in rows.clone().step_by(rows_per_piece) {
+            let end = rows.end.min(start + rows_per_piece);
+            read(start..end);
+            self.touch((end - start) * info.row_bytes());
+        }
+    }
+
+    fn read_grouped(
+        &self,
+        tensor: &Tensor,
+        grouped: &Grouped,
+        (rows, cols): (Range<usize>, Range<usize>),
+        out: &mut Vec<u8>,
+    ) -> Result<(), WeightsError> {
+        let bytes = GroupedBytes {
+            words: self.stored(&tensor.data),
+            zeros: self.stored(&grouped.zeros),
+            scales: self.stored(&grouped.scales),
+            listed: match &grouped.membership {
+                Membership::Even(_) => None,
+                Membership::Listed(piece) => Some(self.stored(piece)),
+            },
+        };
+        let read_bytes = rows.len() * tensor.info.row_bytes();
+        out.resize(rows.len() * cols.len() * DType::Bf16.size_bytes(), 0);
+        grouped
+            .read(&tensor.info, &bytes, (rows, cols), out)
+            .map_err(|fault| fault.at(self.file_of(tensor).path()))?;
+        self.touch(read_bytes);
+        Ok(())
+    }
+
     /// Reads elements `range` of a vector (a norm or a bias) as f32, exactly.
     ///
-    /// Biases of query and key projections come in Hugging Face order from either format.
+    /// Biases of query and key projections come in Hugging Face order from either format. May be
+    /// called by several threads at once.
     ///
     /// Errors: the tensor is missing, of a type that cannot be read, a matrix, or the range leaves
     /// its shape.
@@ -65,50 +115,66 @@ impl ModelFiles {
         let tensor = self.find(name)?;
         let (kind, _) = self.readable(name, tensor)?;
         let info = &tensor.info;
-        if info.shape.len() != 1 || range.start > range.end || range.end > info.cols() {
+        let order = match tensor.form {
+            Form::Rows(order) if info.shape.len() == 1 => Some(order),
+            _ => None,
+        };
+        let Some(order) = order.filter(|_| range.start <= range.end && range.end <= info.cols()) else {
             let asked = format!("the vector part {range:?}");
             return Err(WeightsError::OutOfRange { name: name.into(), asked, shape: info.shape.clone() });
-        }
+        };
         let mut values = vec![0.0; info.cols()];
-        dequant::to_f32(kind, &self.file_of(tensor).bytes()[tensor.bytes.clone()], &mut values);
-        self.touch(tensor.bytes.len());
-        Ok(match tensor.order {
+        dequant::to_f32(kind, self.stored(&tensor.data), &mut values);
+        self.touch(tensor.data.bytes.len());
+        Ok(match order {
             RowOrder::AsStored => values[range].to_vec(),
             order => range.map(|i| values[order.stored_row(i)]).collect(),
         })
     }
 }
 
-/// Copies or unpacks one column range of one row after another.
-struct RowReader<'a> {
-    tensor: &'a Tensor,
-    /// The tensor's bytes.
-    stored: &'a [u8],
+/// One column range of every row.
+struct RowPart {
+    kind: StorageKind,
+    /// Bytes of a whole row.
+    row_bytes: usize,
     /// Bytes within a row that hold the columns; whole blocks.
-    row_part: Range<usize>,
-    /// Where the columns lie among the unpacked elements of `row_part`.
+    bytes: Range<usize>,
+    /// Where the columns lie among the elements of `bytes`.
     cut: Range<usize>,
-    /// Unpacked elements of `row_part`; empty for plain floats.
-    unpacked: Vec<f32>,
+    /// The columns are all elements of the row, so that neighbouring rows are one run.
+    whole: bool,
 }
 
-impl<'a> RowReader<'a> {
-    fn new(tensor: &'a Tensor, stored: &'a [u8], cols: Range<usize>) -> Self {
-        let kind = tensor.info.stored;
+impl RowPart {
+    fn new(info: &TensorInfo, cols: Range<usize>) -> Self {
+        let kind = info.stored;
         let (len, bytes) = (kind.block_len(), kind.block_bytes());
-        let (first, last) = (cols.start / len, cols.end.div_ceil(len).max(cols.start / len));
-        let cut = cols.start - first * len..cols.end - first * len;
-        let unpacked = if kind.is_quantised() { vec![0.0; (last - first) * len] } else { Vec::new() };
-        Self { tensor, stored, row_part: first * bytes..last * bytes, cut, unpacked }
+        let (first, last) = (cols.start / len, cols.end.div_ceil(len));
+        Self {
+            kind,
+            row_bytes: info.row_bytes(),
+            bytes: first * bytes..last * bytes,
+            cut: cols.start - first * len..cols.end - first * len,
+            whole: cols.len() == info.cols(),
+        }
     }
 
-    fn append(&mut self, row: usize, out: &mut Vec<u8>) {
-        let info = &self.tensor.info;
-        let start = self.tensor.order.stored_row(row) * info.row_bytes();
-        let bytes = &self.stored[start + self.row_part.start..start + self.row_part.end];
-        if info.stored.is_quantised() {
-            dequant::to_f32(info.stored, bytes, &mut self.unpacked);
-            dequant::append_bf16(&self.unpacked[self.cut.clone()], out);
+    /// Copies or unpacks `rows` from the tensor's bytes `stored`.
+    fn append(&self, order: RowOrder, stored: &[u8], rows: Range<usize>, out: &mut Vec<u8>) {
+        if self.whole && order == RowOrder::AsStored {
+            let run = &stored[rows.start * self.row_bytes..rows.end * self.row_bytes];
+            return self.append_run(run, 0..rows.len() * self.cut.len(), out);
+        }
+        for row in rows {
+            let row = &stored[order.stored_row(row) * self.row_bytes..];
+            self.append_run(&row[self.bytes.clone()], self.cut.clone(), out);
+        }
+    }
+
+    fn append_run(&self, bytes: &[u8], cut: Range<usize>, out: &mut Vec<u8>) {
+        if self.kind.is_quantised() {
+            dequant::append_bf16(self.kind, bytes, cut, out);
         } else {
             out.extend_from_slice(bytes);
         }

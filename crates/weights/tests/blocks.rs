@@ -1,14 +1,17 @@
-//! Unpacked blocks against golden data of the `gguf` Python package (`data/make_blocks.py`).
+//! Unpacked blocks against golden data of the `gguf` Python package (`data/make_blocks.py`), and
+//! against the testkit's element-by-element reading in f64.
 #![allow(clippy::unwrap_used)] // helpers of tests fail by panicking too
 
 mod common;
 
 use common::{Folder, Gguf};
 use lockstep_core::DType;
+use lockstep_testkit::gguf::{GgmlType, blocks};
+use lockstep_testkit::random::Random;
 use lockstep_weights::{ModelFiles, StorageKind};
 
 /// Kind and ggml's number for it.
-const KINDS: [(StorageKind, u32); 8] = [
+const KINDS: [(StorageKind, u32); 14] = [
     (StorageKind::F32, 0),
     (StorageKind::F16, 1),
     (StorageKind::Bf16, 30),
@@ -17,6 +20,12 @@ const KINDS: [(StorageKind, u32); 8] = [
     (StorageKind::Q8_0, 8),
     (StorageKind::Q4K, 12),
     (StorageKind::Q6K, 14),
+    (StorageKind::Q4_0, 2),
+    (StorageKind::Q5_1, 7),
+    (StorageKind::Q5K, 13),
+    (StorageKind::Q2K, 10),
+    (StorageKind::Q3K, 11),
+    (StorageKind::Iq4Nl, 20),
 ];
 const VECTOR: &str = "model.norm.weight";
 const MATRIX: &str = "model.layers.0.mlp.up_proj.weight";
@@ -83,6 +92,51 @@ fn any_rows_and_columns_of_a_matrix_are_the_same_elements() {
                     .flat_map(|(r, c)| encode(element(r, c)))
                     .collect();
                 assert_eq!(out, expected, "{kind} rows {rows:?} columns {from}..{to}");
+            }
+        }
+    }
+}
+
+/// The same kinds as the testkit spells them.
+const TESTKIT_KINDS: [(StorageKind, GgmlType); 14] = [
+    (StorageKind::F32, GgmlType::F32),
+    (StorageKind::F16, GgmlType::F16),
+    (StorageKind::Bf16, GgmlType::Bf16),
+    (StorageKind::Q4_0, GgmlType::Q4_0),
+    (StorageKind::Q4_1, GgmlType::Q4_1),
+    (StorageKind::Q5_0, GgmlType::Q5_0),
+    (StorageKind::Q5_1, GgmlType::Q5_1),
+    (StorageKind::Q8_0, GgmlType::Q8_0),
+    (StorageKind::Iq4Nl, GgmlType::Iq4Nl),
+    (StorageKind::Q2K, GgmlType::Q2K),
+    (StorageKind::Q3K, GgmlType::Q3K),
+    (StorageKind::Q4K, GgmlType::Q4K),
+    (StorageKind::Q5K, GgmlType::Q5K),
+    (StorageKind::Q6K, GgmlType::Q6K),
+];
+
+#[test]
+fn random_blocks_have_the_values_of_their_layout() {
+    const SEED: u64 = 0xb10c;
+    println!("seed {SEED}");
+    let mut random = Random::new(SEED);
+    for (kind, testkit_kind) in TESTKIT_KINDS {
+        let stored = blocks::random(testkit_kind, 64, &mut random);
+        let expected = blocks::elements(testkit_kind, &stored);
+        let n = expected.len() as u64;
+        let gguf = Gguf::model("qwen2").tensor("output_norm.weight", &[n], testkit_kind.number(), stored);
+        let folder = Folder::new();
+        let files = ModelFiles::open(&folder.write("random.gguf", gguf.bytes())).unwrap();
+        let got = files.read_vector(VECTOR, 0..expected.len()).unwrap();
+        for (block, (got, expected)) in
+            got.chunks(kind.block_len()).zip(expected.chunks(kind.block_len())).enumerate()
+        {
+            // A value is the difference of two products at most, each rounded in f32; their size is
+            // bounded by that of the block's largest elements.
+            let size = expected.iter().fold(0.0f64, |m, v| m.max(v.abs()));
+            for (i, (g, e)) in got.iter().zip(expected).enumerate() {
+                let error = (f64::from(*g) - e).abs();
+                assert!(error <= 1e-5 * size, "{kind} block {block} element {i}: {g} instead of {e}");
             }
         }
     }

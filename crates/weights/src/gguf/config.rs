@@ -1,70 +1,95 @@
 //! GGUF metadata to the neutral [`ModelConfig`].
 //!
-//! Follows llama.cpp `llama-model.cpp` (`load_hparams`): keys are prefixed with the architecture,
-//! optional ones have that loader's defaults. What would change the mathematics and is not
-//! implemented is refused by key.
+//! Follows llama.cpp `llama-model.cpp` (`load_hparams`) and the converters of its `conversion`
+//! folder: keys are prefixed with the architecture, optional ones have that loader's defaults. What
+//! would change the mathematics and is not implemented is refused by key.
+//!
+//! What differs from a `config.json`: Gemma's norm weights stand in the file with the 1 added (so
+//! `norm_offset` is false), Gemma 3's sliding layers turn with a base that no key gives, a 27B
+//! Gemma scales attention by its width per head, and Qwen3-MoE always renormalises unless a key
+//! says otherwise. Phi-3's window counts where the key gives one, as in transformers (llama.cpp
+//! leaves it out).
 
 use super::Metadata;
 use super::header::RawTensor;
+use super::keys::{Reader, Result};
+pub(crate) use super::rope::RopeTensors;
 use lockstep_core::config::Dimensions;
-use lockstep_core::{ConfigError, Family, ModelConfig, RopeConfig, RopeScaling};
+use lockstep_core::{Activation, ConfigError, Family, ModelConfig, MoeConfig};
 
-type Result<T> = std::result::Result<T, ConfigError>;
+/// Architectures of `general.architecture` that are read. A Mistral is a `llama` here.
+const ARCHITECTURES: [Family; 7] = [
+    Family::Llama,
+    Family::Qwen2,
+    Family::Qwen3,
+    Family::Qwen3Moe,
+    Family::Phi3,
+    Family::Gemma2,
+    Family::Gemma3,
+];
 
-/// Architectures of `general.architecture` that are read.
-const ARCHITECTURES: [Family; 3] = [Family::Llama, Family::Qwen2, Family::Qwen3];
-
-/// llama.cpp's value for files without `rope.freq_base` (written before the key existed).
-const ROPE_THETA_DEFAULT: f64 = 10_000.0;
+/// Most layers a file may claim (a 405B model: 126).
+const LAYERS_MAX: usize = 1 << 14;
+/// Layers of the 27B models, by which llama.cpp knows them.
+const GEMMA2_27B_LAYERS: usize = 46;
+const GEMMA3_27B_LAYERS: usize = 62;
+/// One layer in so many sees everything, unless a key says otherwise.
+const GEMMA2_PERIOD: usize = 2;
+const GEMMA3_PERIOD: usize = 6;
 
 /// Keys that change the answers; only absent, 0 or false is accepted.
 const MUST_BE_OFF: &[&str] = &[
-    "expert_count",
-    "attention.sliding_window",
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
-    "attention.scale",
+    "expert_shared_count",
+    "expert_group_count",
     "use_parallel_residual",
 ];
+/// Keys that some families read; for the others they must be off.
+const FAMILY_KEYS: &[(&str, &[Family])] = &[
+    ("expert_count", &[Family::Qwen3Moe]),
+    ("attention.sliding_window", &[Family::Phi3, Family::Gemma2, Family::Gemma3]),
+    ("attn_logit_softcapping", &[Family::Gemma2]),
+    ("final_logit_softcapping", &[Family::Gemma2, Family::Gemma3]),
+];
 /// Scales that change the answers; only absent, 0 or 1 is accepted.
-const MUST_BE_ONE: &[&str] = &["logit_scale", "residual_scale", "embedding_scale"];
-
-/// The divisors of `rope_freqs.weight`, which only the opener can read.
-pub(crate) type RopeDivisors = Option<Vec<f64>>;
+const MUST_BE_ONE: &[&str] = &["logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale"];
 
 /// Builds and validates the config.
-pub(crate) fn read(
-    metadata: &Metadata,
-    tensors: &[RawTensor],
-    divisors: RopeDivisors,
-) -> Result<ModelConfig> {
+pub(crate) fn read(metadata: &Metadata, tensors: &[RawTensor], rope: RopeTensors) -> Result<ModelConfig> {
     let architecture = metadata.text("general.architecture").unwrap_or("(none named)");
     let Some(family) = ARCHITECTURES.into_iter().find(|f| f.name() == architecture) else {
         let supported = ARCHITECTURES.map(Family::name).join(", ");
         return Err(ConfigError::UnknownFamily { got: architecture.into(), supported });
     };
     let reader = Reader { metadata, tensors, family };
-    let config = reader.config(divisors)?;
+    let mut config = reader.plain(rope)?;
+    match family {
+        Family::Qwen3Moe => reader.experts(&mut config)?,
+        Family::Phi3 => reader.window(&mut config, None)?,
+        Family::Gemma2 => reader.gemma(&mut config, GEMMA2_27B_LAYERS, GEMMA2_PERIOD)?,
+        Family::Gemma3 => {
+            reader.gemma(&mut config, GEMMA3_27B_LAYERS, GEMMA3_PERIOD)?;
+            config.local_rope = Some(reader.local_rope()?);
+        }
+        Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 => {}
+    }
     config.validate()?;
     Ok(config)
 }
 
-struct Reader<'a> {
-    metadata: &'a Metadata,
-    tensors: &'a [RawTensor],
-    family: Family,
-}
-
 impl Reader<'_> {
-    fn config(&self, divisors: RopeDivisors) -> Result<ModelConfig> {
+    /// What all families share.
+    fn plain(&self, rope: RopeTensors) -> Result<ModelConfig> {
         let hidden_size = self.count("embedding_length")?;
         let num_heads = self.count("attention.head_count")?;
         let head_dim = self.head_dim(hidden_size, num_heads)?;
+        let rotary_dim = self.rotary_dim(head_dim)?;
         self.refuse_unsupported(head_dim)?;
         let sizes = Dimensions {
             hidden_size,
-            intermediate_size: self.count("feed_forward_length")?,
-            num_layers: self.count("block_count")?,
+            intermediate_size: self.intermediate_size()?,
+            num_layers: self.num_layers()?,
             num_heads,
             num_kv_heads: self.optional_count("attention.head_count_kv")?.unwrap_or(num_heads),
             head_dim,
@@ -75,16 +100,107 @@ impl Reader<'_> {
                 .ok_or_else(|| self.missing("attention.layer_norm_rms_epsilon"))?
                 as f32,
         };
-        Ok(ModelConfig {
+        let rope = self.rope(rope, sizes.max_position)?;
+        let mut config = ModelConfig {
             tie_word_embeddings: !self.has("output.weight"),
-            qkv_bias: self.has("blk.0.attn_q.bias"),
+            qkv_bias: self.has("blk.0.attn_q.bias") || self.has("blk.0.attn_qkv.bias"),
             o_bias: self.has("blk.0.attn_output.bias"),
             mlp_bias: self.has("blk.0.ffn_down.bias"),
-            qk_norm: self.family == Family::Qwen3,
+            qk_norm: self.has_qk_norm(),
+            rotary_dim,
             bos_token: self.metadata.bos_token(),
             eos_tokens: self.metadata.end_tokens().collect(),
-            ..ModelConfig::plain(self.family, sizes, self.rope(head_dim, divisors)?)
-        })
+            ..ModelConfig::plain(self.family, sizes, rope)
+        };
+        if let Some(scale) = self.switch("attention.scale")? {
+            config.attention_scale = scale as f32;
+        }
+        Ok(config)
+    }
+
+    /// Gemma 2 and 3. One layer in `period` sees everything; models of `wide_layers` layers scale
+    /// attention by `hidden_size / num_heads` instead of the head size.
+    fn gemma(&self, config: &mut ModelConfig, wide_layers: usize, period: usize) -> Result<()> {
+        config.activation = Activation::GeluTanh;
+        config.sandwich_norms = true;
+        config.embedding_scale = Some((config.hidden_size as f64).sqrt() as f32);
+        if config.num_layers == wide_layers && self.switch("attention.scale")?.is_none() {
+            let width = (config.hidden_size / config.num_heads) as f64;
+            config.attention_scale = width.powf(-0.5) as f32;
+        }
+        let cap = |key: &str| Ok(self.switch(key)?.map(|cap| cap as f32));
+        config.attention_softcap = cap("attn_logit_softcapping")?;
+        config.logit_softcap = cap("final_logit_softcapping")?;
+        if self.family == Family::Gemma2 {
+            for key in ["attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"] {
+                self.number(key)?.ok_or_else(|| self.missing(key))?;
+            }
+        }
+        self.window(config, Some(period))
+    }
+
+    /// The sliding window and the layers that have it: all but every `period`-th, or all.
+    fn window(&self, config: &mut ModelConfig, period: Option<usize>) -> Result<()> {
+        let Some(window) = self.switch("attention.sliding_window")? else { return Ok(()) };
+        if window < 1.0 || window.fract() != 0.0 {
+            return Err(self.bad("attention.sliding_window", "a whole number of tokens"));
+        }
+        const PATTERN: &str = "attention.sliding_window_pattern";
+        let key = self.key(PATTERN);
+        let period = match self.metadata.integer(&key) {
+            Some(period) if period >= 0 => Some(period as usize),
+            Some(_) => return Err(self.bad(PATTERN, "a whole number of at least 0, or a list")),
+            None => period,
+        };
+        config.sliding_window = Some(window as usize);
+        config.sliding_layers = match self.metadata.flags(&key) {
+            Some(layers) => layers.collect(),
+            None if self.metadata.contains(&key) && self.metadata.integer(&key).is_none() => {
+                return Err(self.bad(PATTERN, "a whole number of at least 0, or a list of true and false"));
+            }
+            None => (0..config.num_layers)
+                .map(|layer| period.is_none_or(|period| period == 0 || layer % period + 1 != period))
+                .collect(),
+        };
+        Ok(())
+    }
+
+    /// Qwen3-MoE's experts; a layer is sparse where it has a router.
+    fn experts(&self, config: &mut ModelConfig) -> Result<()> {
+        const SOFTMAX: f64 = 1.0;
+        if self.switch("expert_gating_func")?.is_some_and(|f| f != SOFTMAX) {
+            return Err(self.unsupported("expert_gating_func", "only 1 (softmax)"));
+        }
+        config.moe = Some(MoeConfig {
+            num_experts: self.count("expert_count")?,
+            experts_per_token: self.count("expert_used_count")?,
+            expert_intermediate_size: self.count("expert_feed_forward_length")?,
+            norm_topk_prob: self.metadata.flag(&self.key("expert_weights_norm")).unwrap_or(true),
+            sparse_layers: (0..config.num_layers)
+                .map(|layer| self.has(&format!("blk.{layer}.ffn_gate_inp.weight")))
+                .collect(),
+        });
+        Ok(())
+    }
+
+    fn has_qk_norm(&self) -> bool {
+        matches!(self.family, Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3)
+    }
+
+    fn num_layers(&self) -> Result<usize> {
+        match self.count("block_count")? {
+            layers if layers <= LAYERS_MAX => Ok(layers),
+            _ => Err(self.bad("block_count", &format!("at most {LAYERS_MAX}"))),
+        }
+    }
+
+    /// Width of the dense MLP; a model of sparse layers alone may leave it out.
+    fn intermediate_size(&self) -> Result<usize> {
+        match self.optional_count("feed_forward_length")? {
+            Some(size) => Ok(size),
+            None if self.family == Family::Qwen3Moe => self.count("expert_feed_forward_length"),
+            None => Err(self.missing("feed_forward_length")),
+        }
     }
 
     fn head_dim(&self, hidden_size: usize, num_heads: usize) -> Result<usize> {
@@ -96,6 +212,17 @@ impl Reader<'_> {
                 got: hidden_size.to_string(),
                 want: format!("a multiple of attention.head_count {num_heads}, or attention.key_length"),
             }),
+        }
+    }
+
+    /// Elements of each head that rope turns; llama.cpp's order of q and k rows takes whole heads.
+    fn rotary_dim(&self, head_dim: usize) -> Result<usize> {
+        match self.optional_count("rope.dimension_count")? {
+            None => Ok(head_dim),
+            Some(n) if n == head_dim || (n < head_dim && self.family != Family::Llama) => Ok(n),
+            Some(_) => {
+                Err(self.unsupported("rope.dimension_count", &format!("only the head size {head_dim}")))
+            }
         }
     }
 
@@ -116,43 +243,9 @@ impl Reader<'_> {
         }
     }
 
-    fn rope(&self, head_dim: usize, divisors: RopeDivisors) -> Result<RopeConfig> {
-        let theta = self.number("rope.freq_base")?.unwrap_or(ROPE_THETA_DEFAULT);
-        if !(theta.is_finite() && theta > 0.0) {
-            return Err(self.bad("rope.freq_base", "a positive number"));
-        }
-        let linear = match self.metadata.text(&self.key("rope.scaling.type")) {
-            Some("none") => None,
-            Some("linear") => self.number("rope.scaling.factor")?,
-            // Files written before `rope.scaling.type` existed.
-            None => self.number("rope.scaling.factor")?.or(self.number("rope.scale_linear")?),
-            Some(_) => return Err(self.unsupported("rope.scaling.type", "none and linear are")),
-        };
-        if linear.is_some_and(|f| !(f.is_finite() && f > 0.0)) {
-            return Err(self.bad("rope.scaling.factor", "a positive number"));
-        }
-        let scaling = match (linear.filter(|f| *f != 1.0), divisors) {
-            (None, None) => RopeScaling::None,
-            (Some(factor), None) => RopeScaling::Linear { factor },
-            (Some(_), Some(_)) => {
-                return Err(self.unsupported("rope.scaling.factor", "not together with rope_freqs.weight"));
-            }
-            (None, Some(divisors)) => {
-                if divisors.len() != head_dim / 2 || !divisors.iter().all(|d| d.is_finite() && *d > 0.0) {
-                    return Err(ConfigError::BadValue {
-                        key: "rope_freqs.weight".into(),
-                        got: format!("{} divisors from {:?}", divisors.len(), divisors.first()),
-                        want: format!("{} positive divisors (half the head size)", head_dim / 2),
-                    });
-                }
-                RopeScaling::Divisors { divisors }
-            }
-        };
-        Ok(RopeConfig { theta, scaling })
-    }
-
     fn refuse_unsupported(&self, head_dim: usize) -> Result<()> {
-        for key in MUST_BE_OFF {
+        let foreign = FAMILY_KEYS.iter().filter(|(_, families)| !families.contains(&self.family));
+        for key in MUST_BE_OFF.iter().chain(foreign.map(|(key, _)| key)) {
             let full = self.key(key);
             let off = self.metadata.flag(&full) == Some(false) || self.metadata.number(&full) == Some(0.0);
             if self.metadata.contains(&full) && !off {
@@ -165,69 +258,17 @@ impl Reader<'_> {
                 return Err(self.unsupported(key, "only absent or 1"));
             }
         }
-        for key in ["attention.value_length", "rope.dimension_count"] {
-            if self.optional_count(key)?.is_some_and(|n| n != head_dim) {
-                return Err(self.unsupported(key, &format!("only the head size {head_dim}")));
-            }
+        if self.optional_count("attention.value_length")?.is_some_and(|n| n != head_dim) {
+            return Err(self.unsupported("attention.value_length", &format!("only the head size {head_dim}")));
         }
-        if self.family != Family::Qwen3 && self.has("blk.0.attn_q_norm.weight") {
+        if !self.has_qk_norm() && self.has("blk.0.attn_q_norm.weight") {
             return Err(ConfigError::Unsupported {
                 key: "tensor blk.0.attn_q_norm.weight".into(),
                 got: "a norm on q".into(),
                 family: self.family.name().into(),
-                want: "only qwen3 has one".into(),
+                want: "only qwen3, qwen3moe and gemma3 have one".into(),
             });
         }
         Ok(())
-    }
-
-    fn has(&self, name: &str) -> bool {
-        self.tensors.iter().any(|t| t.name == name)
-    }
-
-    fn key(&self, key: &str) -> String {
-        format!("{}.{key}", self.family.name())
-    }
-
-    fn count(&self, key: &str) -> Result<usize> {
-        self.optional_count(key)?.ok_or_else(|| self.missing(key))
-    }
-
-    fn optional_count(&self, key: &str) -> Result<Option<usize>> {
-        let full = self.key(key);
-        if !self.metadata.contains(&full) {
-            return Ok(None);
-        }
-        match self.metadata.integer(&full).filter(|n| *n > 0) {
-            Some(n) => Ok(Some(n as usize)),
-            None => Err(self.bad(key, "a positive whole number")),
-        }
-    }
-
-    fn number(&self, key: &str) -> Result<Option<f64>> {
-        let full = self.key(key);
-        match self.metadata.number(&full) {
-            None if self.metadata.contains(&full) => Err(self.bad(key, "a number")),
-            number => Ok(number),
-        }
-    }
-
-    fn missing(&self, key: &str) -> ConfigError {
-        ConfigError::Missing { key: self.key(key), family: self.family.name().into() }
-    }
-
-    fn bad(&self, key: &str, want: &str) -> ConfigError {
-        let key = self.key(key);
-        ConfigError::BadValue { got: self.metadata.describe(&key), key, want: want.into() }
-    }
-
-    fn unsupported(&self, key: &str, want: &str) -> ConfigError {
-        let key = self.key(key);
-        ConfigError::Unsupported {
-            got: self.metadata.describe(&key),
-            key,
-            family: self.family.name().into(),
-            want: want.into(),
-        }
     }
 }

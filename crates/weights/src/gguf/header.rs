@@ -94,6 +94,8 @@ pub(crate) struct RawTensor {
     pub name: String,
     /// Shape in Hugging Face order (the reverse of the file's) and type.
     pub info: TensorInfo,
+    /// Index of the file among the parts of the model; 0 until parts are joined.
+    pub file: usize,
     /// Bytes in the file; empty for a type of unknown size.
     pub bytes: Range<usize>,
 }
@@ -187,7 +189,7 @@ fn place(
             ));
         };
         let end = end as usize;
-        tensors.push(RawTensor { name, info, bytes: end - len..end });
+        tensors.push(RawTensor { name, info, file: 0, bytes: end - len..end });
     }
     let mut order: Vec<&RawTensor> = tensors.iter().filter(|t| !t.bytes.is_empty()).collect();
     order.sort_by_key(|t| t.bytes.start);
@@ -341,24 +343,24 @@ fn tensor_kind(number: u32) -> Option<StorageKind> {
     Some(match number {
         0 => F32,
         1 => F16,
+        2 => Q4_0,
         3 => Q4_1,
         6 => Q5_0,
+        7 => Q5_1,
         8 => Q8_0,
+        10 => Q2K,
+        11 => Q3K,
         12 => Q4K,
+        13 => Q5K,
         14 => Q6K,
+        20 => Iq4Nl,
         30 => Bf16,
-        2 => Unsupported("Q4_0"),
-        7 => Unsupported("Q5_1"),
         9 => Unsupported("Q8_1"),
-        10 => Unsupported("Q2_K"),
-        11 => Unsupported("Q3_K"),
-        13 => Unsupported("Q5_K"),
         15 => Unsupported("Q8_K"),
         16 => Unsupported("IQ2_XXS"),
         17 => Unsupported("IQ2_XS"),
         18 => Unsupported("IQ3_XXS"),
         19 => Unsupported("IQ1_S"),
-        20 => Unsupported("IQ4_NL"),
         21 => Unsupported("IQ3_S"),
         22 => Unsupported("IQ2_S"),
         23 => Unsupported("IQ4_XS"),

@@ -88,6 +88,12 @@ impl Metadata {
         Some(bytes.chunks_exact(size).map(move |b| number(kind, b).unwrap_or(f64::NAN)))
     }
 
+    /// An array of truth values.
+    pub fn flags(&self, key: &str) -> Option<impl ExactSizeIterator<Item = bool>> {
+        let (_, kind, bytes) = self.array(key)?;
+        (kind == ValueKind::Bool).then(|| bytes.iter().map(|b| *b != 0))
+    }
+
     /// The value in words, for messages: a number, a quoted text, or the length of an array.
     pub fn describe(&self, key: &str) -> String {
         let Some(entry) = self.entries.get(key) else { return "absent".into() };

@@ -3,17 +3,20 @@
 //! `model.safetensors.index.json`, where there is one, decides which files and which of their
 //! tensors belong to the model, so that leftovers of another download never mix in (vLLM filters
 //! by it too; engines that load every *.safetensors overwrite good tensors). Weight files are
-//! read by [`safetensors`].
+//! read by [`safetensors`], the tensors of quantised checkpoints joined by [`quantised`].
 
+mod quantised;
 mod safetensors;
 
 use crate::error::{Fault, WeightsError};
-use crate::files::{Opened, RowOrder, Tensor};
+use crate::files::Opened;
 use crate::generation::GenerationDefaults;
 use crate::mapped::MappedFile;
+use crate::tensor::{Form, Piece, Tensor};
 use lockstep_core::config::hf as config_json;
 use lockstep_core::limits::MODEL_JSON_BYTES_MAX;
 use lockstep_core::{ConfigError, ModelConfig, TokenId};
+use quantised::Quantisation;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -36,15 +39,19 @@ pub(crate) fn has_weights(folder: &Path) -> bool {
 
 /// Opens a folder for which [`has_weights`] holds.
 pub(crate) fn open(folder: &Path) -> Result<Opened, WeightsError> {
-    let config = read_config(folder)?;
+    let (config, quantisation) = read_config(folder)?;
     let (defaults, more_eos_tokens) = read_generation_config(folder)?;
     let mut eos_tokens = config.eos_tokens.clone();
     eos_tokens.extend(more_eos_tokens);
-    let (files, tensors) = if folder.join(INDEX).symlink_metadata().is_ok() {
+    let weights = if folder.join(INDEX).symlink_metadata().is_ok() {
         open_indexed(folder)?
     } else {
         let (file, tensors) = open_weights(&folder.join(SINGLE), 0)?;
         (vec![file], tensors)
+    };
+    let ((files, tensors), ignored_scales) = match quantisation {
+        Some(quantisation) => quantisation.join(weights)?,
+        None => (weights, 0),
     };
     Ok(Opened {
         config,
@@ -53,15 +60,20 @@ pub(crate) fn open(folder: &Path) -> Result<Opened, WeightsError> {
         label: label(&tensors, files.len()),
         files,
         tensors,
+        ignored_scales,
         folder: Some(folder.to_owned()),
         metadata: None,
     })
 }
 
-fn read_config(folder: &Path) -> Result<ModelConfig, WeightsError> {
+fn read_config(folder: &Path) -> Result<(ModelConfig, Option<Quantisation>), WeightsError> {
     let path = folder.join(CONFIG);
     let text = read_small(&path)?;
-    config_json::parse(&text).map_err(|source| WeightsError::config(&path, source))
+    let read = || {
+        let (quantisation, text) = quantised::read(&text)?;
+        Ok((config_json::parse(&text)?, quantisation))
+    };
+    read().map_err(|source| WeightsError::config(&path, source))
 }
 
 /// Sampling defaults and end tokens; a folder without the file has none.
@@ -131,7 +143,8 @@ fn open_weights(
 ) -> Result<(Arc<MappedFile>, BTreeMap<String, Tensor>), WeightsError> {
     let file = MappedFile::open(path)?;
     let described = safetensors::parse(file.bytes()).map_err(|fault| fault.at(path))?;
-    let tensor = |(name, info, bytes)| (name, Tensor { info, file: index, bytes, order: RowOrder::AsStored });
+    let tensor =
+        |(name, info, bytes)| (name, Tensor { info, data: Piece { file: index, bytes }, form: Form::PLAIN });
     let tensors = described.into_iter().map(tensor).collect();
     file.release_all();
     Ok((Arc::new(file), tensors))
@@ -160,7 +173,7 @@ fn read_small(path: &Path) -> Result<Vec<u8>, WeightsError> {
 fn label(tensors: &BTreeMap<String, Tensor>, files: usize) -> String {
     let mut bytes_by_kind = BTreeMap::new();
     for tensor in tensors.values() {
-        *bytes_by_kind.entry(tensor.info.stored).or_insert(0) += tensor.bytes.len();
+        *bytes_by_kind.entry(tensor.info.stored).or_insert(0) += tensor.data.bytes.len();
     }
     let mut kinds: Vec<_> = bytes_by_kind.into_iter().collect();
     kinds.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));

@@ -10,10 +10,13 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+# New kinds go to the end, so that the numbers of the others stay.
 KINDS = ["F32", "F16", "BF16", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K"]
+KINDS += ["Q4_0", "Q5_1", "Q5_K", "Q2_K", "Q3_K", "IQ4_NL"]
 BLOCKS = 4
 # Byte offsets of the f16 scales of each kind, which must be finite numbers.
 SCALES = {"Q4_1": [0, 2], "Q5_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}
+SCALES |= {"Q4_0": [0], "Q5_1": [0, 2], "Q5_K": [0, 2], "Q2_K": [80, 82], "Q3_K": [108], "IQ4_NL": [0]}
 
 
 def blocks(kind, rng):
