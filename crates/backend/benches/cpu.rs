@@ -3,12 +3,12 @@
 //! `cargo bench -p lockstep-backend [-- THREADS] [SECTION...]` prints memory bandwidth, FMA rate, and
 //! each kernel with its share of them. Shares compare across machines and loads; plain figures do not.
 
-use lockstep_backend::cpu::probe::{self, AttentionShape, MatmulShape};
+use lockstep_backend::cpu::probe::{self, AttentionShape, MatmulShape, MixtureShape};
 use lockstep_backend::cpu::{CpuOptions, Isa};
 use lockstep_core::DType;
 
 /// What can be measured alone.
-const SECTIONS: [&str; 3] = ["decode", "gemm", "attention"];
+const SECTIONS: [&str; 4] = ["decode", "gemm", "attention", "moe"];
 const MAPPED: &str = "memory for the measure";
 
 /// (inputs, outputs) of SmolLM2-135M, its head, and a 7B projection.
@@ -39,6 +39,28 @@ fn main() {
     }
     if wanted("attention") {
         attention(&options);
+    }
+    if wanted("moe") {
+        mixture(&options);
+    }
+}
+
+/// Mixtures of the size of Qwen3-30B-A3B's, with half its experts.
+fn mixture(options: &CpuOptions) {
+    for rows in [1, 2, 8, 64, 512] {
+        let shape = MixtureShape { rows, hidden: 2048, inner: 768, num_experts: 64, experts_per_token: 8 };
+        let (peak, gbs) = (
+            probe::fma_gflops(options.threads),
+            probe::bandwidth_gbs(options.threads, 128 << 20, true).expect(MAPPED),
+        );
+        let time = probe::mixture_time(options.clone(), shape).expect(MAPPED).as_secs_f64();
+        let bytes = shape.expert_bytes() * (rows * shape.experts_per_token).min(shape.num_experts);
+        println!(
+            "mixture {rows:4} rows: {:.2} ms, {:.0} % of memory, {:.0} % of FMA peak",
+            time * 1e3,
+            bytes as f64 / time / 1e9 / gbs * 100.0,
+            shape.flops() / time / 1e9 / peak * 100.0
+        );
     }
 }
 
@@ -83,22 +105,36 @@ fn gemm(options: &CpuOptions) {
     }
 }
 
-/// Attention of SmolLM2-135M's heads.
+/// Attention of SmolLM2-135M's heads, then one KV head, a window, and Gemma's large heads.
 fn attention(options: &CpuOptions) {
-    for (tokens, start) in [(512, 0), (512, 1536), (1, 1023), (1, 2047)] {
-        let shape = AttentionShape {
-            heads: 9,
-            kv_heads: 3,
-            head_dim: 64,
-            page_size: 16,
-            tokens,
-            start,
-            window: None,
-        };
+    let smol = |tokens, start| AttentionShape {
+        heads: 9,
+        kv_heads: 3,
+        head_dim: 64,
+        page_size: 16,
+        tokens,
+        start,
+        window: None,
+    };
+    let shapes = [
+        smol(512, 0),
+        smol(512, 1536),
+        smol(1, 1023),
+        smol(1, 2047),
+        AttentionShape { kv_heads: 1, ..smol(1, 8191) },
+        AttentionShape { window: Some(512), ..smol(1, 8191) },
+        AttentionShape { head_dim: 256, heads: 4, kv_heads: 1, ..smol(512, 512) },
+    ];
+    for shape in shapes {
         let peak = probe::fma_gflops(options.threads);
         let time = probe::attention_time(options.clone(), shape).expect(MAPPED).as_secs_f64();
         println!(
-            "attention {tokens} tokens after {start}: {:.1} us, {:.0} % of FMA peak, {:.1} GB/s of KV",
+            "attention {} tokens after {}, {} KV heads of {}, window {:?}: {:.1} us, {:.0} % of FMA peak, {:.1} GB/s",
+            shape.tokens,
+            shape.start,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.window,
             time * 1e6,
             shape.flops() / time / 1e9 / peak * 100.0,
             shape.kv_bytes() as f64 / time / 1e9

@@ -91,11 +91,7 @@ pub struct CpuRopeTable {
 
 impl CpuRopeTable {
     /// See [`crate::Backend::rope_table`].
-    pub(super) fn new(
-        pool: &ThreadPool,
-        frequencies: &RopeFrequencies,
-        max_position: usize,
-    ) -> Result<Self> {
+    pub(super) fn new(pool: &ThreadPool, frequencies: &RopeFrequencies, max_position: usize) -> Result<Self> {
         let (half, factor) = (frequencies.inverse.len(), frequencies.attention_factor);
         let bytes = 2 * half * max_position * size_of::<f32>();
         let mut region = Region::own(bytes, bytes >= HUGE_PAGE, "the rope table")?;

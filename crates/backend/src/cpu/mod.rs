@@ -41,7 +41,8 @@ pub use simd::Isa;
 pub use tensor::{CpuTensor, CpuVector};
 
 use crate::{
-    Attention, Backend, ExpertWeights, KvLayout, LinearSpec, MoeArgs, MoeShape, ReduceAddNorm, Result, RopeAndStore,
+    Attention, Backend, ExpertWeights, KvLayout, LinearSpec, MoeArgs, MoeShape, ReduceAddNorm, Result,
+    RopeAndStore,
 };
 use lockstep_comm::collective::Collective;
 use lockstep_core::PageId;

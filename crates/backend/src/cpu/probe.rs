@@ -7,9 +7,14 @@
 use super::memory::Region;
 use super::pool::ThreadPool;
 use super::simd::{Isa, Kernel, LANES, Simd};
-use super::{CpuBackend, CpuOptions};
-use crate::{Attention, AttentionBatch, AttentionRow, Backend, KvLayout, LinearSpec, QkvShape, Result};
+use super::{CpuBackend, CpuOptions, PackedLinear};
+use crate::{
+    Attention, AttentionBatch, AttentionRow, Backend, ExpertWeights, KvLayout, LinearSpec, MoeArgs, MoeShape,
+    QkvShape, Result,
+};
 use lockstep_core::DType;
+use lockstep_core::config::Activation;
+use lockstep_core::shard::leaf_bounds;
 use std::time::{Duration, Instant};
 
 /// Bytes a chunk of the bandwidth measure reads.
@@ -138,23 +143,24 @@ impl MatmulShape {
     }
 }
 
-/// Best time of one product on a backend made from `options`.
-pub fn matmul_time(options: CpuOptions, shape: MatmulShape) -> Result<Duration> {
-    let mut backend = CpuBackend::new(options)?;
-    let spec = LinearSpec::single_leaf(shape.out_features, shape.in_features, shape.dtype);
-    // Ones in any of the types, so that no time goes into denormals.
-    let element: &[u8] = match shape.dtype {
+/// A packed matrix of ones, so that no time goes into denormals.
+fn ones(backend: &CpuBackend, spec: &LinearSpec) -> Result<PackedLinear> {
+    let element: &[u8] = match spec.dtype {
         DType::F32 => &1f32.to_le_bytes(),
         DType::F16 => &half::f16::ONE.to_le_bytes(),
         DType::Bf16 => &half::bf16::ONE.to_le_bytes(),
     };
-    let data = element.repeat(shape.in_features * shape.out_features);
-    let mut matrices = Vec::new();
-    for _ in 0..shape.matrices.max(1) {
-        let mut linear = backend.linear(spec.clone())?;
-        backend.pack_rows(&mut linear, 0, &data);
-        matrices.push(linear);
-    }
+    let mut linear = backend.linear(spec.clone())?;
+    backend.pack_rows(&mut linear, 0, &element.repeat(spec.in_features * spec.out_features));
+    Ok(linear)
+}
+
+/// Best time of one product on a backend made from `options`.
+pub fn matmul_time(options: CpuOptions, shape: MatmulShape) -> Result<Duration> {
+    let mut backend = CpuBackend::new(options)?;
+    let spec = LinearSpec::single_leaf(shape.out_features, shape.in_features, shape.dtype);
+    let matrices =
+        (0..shape.matrices.max(1)).map(|_| ones(&backend, &spec)).collect::<Result<Vec<PackedLinear>>>()?;
     let mut x = backend.tensor(shape.rows, shape.in_features)?;
     x.rows_mut(shape.rows).fill(0.5);
     let mut out = backend.tensor(shape.rows, shape.out_features)?;
@@ -188,7 +194,8 @@ pub struct AttentionShape {
 impl AttentionShape {
     /// Query-key pairs of one head.
     fn pairs(&self) -> f64 {
-        self.tokens as f64 * (self.start as f64 + (self.tokens as f64 + 1.0) / 2.0)
+        let seen = |token: usize| (self.start + token + 1).min(self.window.unwrap_or(usize::MAX));
+        (0..self.tokens).map(seen).sum::<usize>() as f64
     }
 
     /// Floating point operations of the two products.
@@ -198,7 +205,8 @@ impl AttentionShape {
 
     /// Bytes of keys and values in sight.
     pub fn kv_bytes(&self) -> usize {
-        2 * (self.start + self.tokens) * self.kv_heads * self.head_dim * size_of::<f32>()
+        let seen = self.window.map_or(usize::MAX, |w| w + self.tokens - 1).min(self.start + self.tokens);
+        2 * seen * self.kv_heads * self.head_dim * size_of::<f32>()
     }
 }
 
@@ -246,6 +254,73 @@ pub fn attention_time(options: CpuOptions, shape: AttentionShape) -> Result<Dura
         }
     });
     Ok(best / layout.local_layers as u32)
+}
+
+/// A mixture of experts to time, bf16.
+#[derive(Clone, Copy, Debug)]
+pub struct MixtureShape {
+    /// Rows of activations.
+    pub rows: usize,
+    /// Width of the model.
+    pub hidden: usize,
+    /// Width of an expert.
+    pub inner: usize,
+    /// Experts.
+    pub num_experts: usize,
+    /// Experts that a token takes.
+    pub experts_per_token: usize,
+}
+
+impl MixtureShape {
+    /// Floating point operations of the three projections.
+    pub fn flops(&self) -> f64 {
+        6.0 * (self.rows * self.experts_per_token) as f64 * (self.hidden * self.inner) as f64
+    }
+
+    /// Bytes of an expert's weights.
+    pub fn expert_bytes(&self) -> usize {
+        3 * self.hidden * self.inner * DType::Bf16.size_bytes()
+    }
+}
+
+/// Best time of one mixture on a backend made from `options`. Tokens choose neighbouring experts in
+/// turn, so that the load is even and a decode step finds its weights in memory, not in a cache.
+pub fn mixture_time(options: CpuOptions, shape: MixtureShape) -> Result<Duration> {
+    let mut backend = CpuBackend::new(options)?;
+    let mut down = LinearSpec::single_leaf(shape.hidden, shape.inner, DType::Bf16);
+    down.leaves = leaf_bounds(shape.inner, 1, 0, 1);
+    let gate_up = LinearSpec::single_leaf(2 * shape.inner, shape.hidden, DType::Bf16);
+    let expert = |_| Ok(ExpertWeights { gate_up: ones(&backend, &gate_up)?, down: ones(&backend, &down)? });
+    let experts = (0..shape.num_experts).map(expert).collect::<Result<_>>()?;
+    let experts = backend.experts(experts)?;
+    let mut work = backend.moe_workspace(MoeShape {
+        rows_max: shape.rows,
+        num_experts: shape.num_experts,
+        experts_per_token: shape.experts_per_token,
+        local_inner: shape.inner,
+    })?;
+    let mut x = backend.tensor(shape.rows, shape.hidden)?;
+    x.rows_mut(shape.rows).fill(1e-3);
+    let mut out = backend.tensor(shape.rows, shape.hidden)?;
+    let mut logits = backend.tensor(shape.rows, shape.num_experts)?;
+    let mut first = 0;
+    let best = best_of(|| {
+        for row in logits.rows_mut(shape.rows).chunks_exact_mut(shape.num_experts) {
+            row.fill(0.0);
+            for i in 0..shape.experts_per_token {
+                row[(first + i) % shape.num_experts] = 1.0;
+            }
+            first += shape.experts_per_token;
+        }
+        let args = MoeArgs {
+            router_logits: &logits,
+            experts_per_token: shape.experts_per_token,
+            norm_topk_prob: true,
+            activation: Activation::Silu,
+        };
+        backend.moe(args, &experts, &x, shape.rows, (&mut work, &mut out));
+    });
+    Ok(best)
 }
 
 /// The shortest run of a measure, after one to warm up.

@@ -50,7 +50,8 @@ impl CpuExperts {
         let (gate_up, down) = (first.gate_up.spec(), first.down.spec());
         assert_eq!(gate_up.out_features, 2 * down.in_features, "gate and up are as wide as down's input");
         assert_eq!(gate_up.in_features, down.out_features, "experts keep the width");
-        let alike = |e: &ExpertWeights<super::CpuBackend>| e.gate_up.spec() == gate_up && e.down.spec() == down;
+        let alike =
+            |e: &ExpertWeights<super::CpuBackend>| e.gate_up.spec() == gate_up && e.down.spec() == down;
         assert!(experts.iter().all(alike), "all experts of a layer have the same shape and type");
         Self(experts)
     }

@@ -77,7 +77,12 @@ impl Case {
                 let keys: Vec<&[f32]> = keys.iter().map(Vec::as_slice).collect();
                 let values: Vec<&[f32]> = values.iter().map(Vec::as_slice).collect();
                 out.extend(reference::attention(&row[head * dim..][..dim], &keys, &values, self.scores));
-                exact.extend(reference::attention_f64(&row[head * dim..][..dim], &keys, &values, self.scores));
+                exact.extend(reference::attention_f64(
+                    &row[head * dim..][..dim],
+                    &keys,
+                    &values,
+                    self.scores,
+                ));
             }
         }
         (out, exact)
@@ -226,6 +231,95 @@ fn page_size_chunk_batch_and_threads_do_not_change_a_bit() {
                     assert_same(got, want, &what);
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn splits_of_long_contexts_do_not_change_a_bit() {
+    let mut random = Random(113);
+    let cases = [
+        (1, 1, None, [1100, 520]),
+        (1, 3, Some(700), [1100, 520]),
+        (2, 2, Some(40), [600, 520]),
+        (1, 70, None, [530, 1]),
+    ];
+    for (kv_heads, group, window, tokens) in cases {
+        let mut case = Case::new(&mut random, 16, kv_heads, group, 16);
+        case.scores.window = window;
+        let requests: Vec<Request> = tokens.map(|n| case.request(&mut random, n)).into();
+        let want: Vec<Vec<f32>> = requests.iter().map(|r| case.reference(r).0).collect();
+        // One thread never cuts by splits, three cut the few tasks of a step, many tasks stay whole.
+        for (threads, chunk) in [(1, 300), (3, 300), (3, 13), (2, 2000)] {
+            let mut team = backend(Isa::detect(), threads);
+            for (got, want) in case.run(&mut random, &mut team, &requests, chunk).iter().zip(&want) {
+                let what = format!("kv {kv_heads} group {group} {window:?} threads {threads} chunk {chunk}");
+                assert_same(got, want, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn pages_before_the_window_may_be_gone() {
+    let mut random = Random(127);
+    let (page_size, window, tokens) = (4, 30, 700);
+    for threads in [1, 3] {
+        let mut backend = backend(Isa::detect(), threads);
+        let mut case = Case::new(&mut random, 32, 2, 2, page_size);
+        case.scores.window = Some(window);
+        case.norms = None;
+        let request = case.request(&mut random, tokens);
+        let (want, _) = case.reference(&request);
+        let pages = tokens.div_ceil(page_size);
+        let layout =
+            KvLayout { local_layers: LAYERS, local_kv_heads: 2, head_dim: 32, page_size, num_pages: pages };
+        let mut cache = backend.kv_cache(layout).unwrap();
+        let rope = backend.rope_table(&case.frequencies, tokens).unwrap();
+        let mut table: Vec<u32> = (0..pages as u32).collect();
+        for (position, row) in request.qkv.chunks(case.width()).enumerate() {
+            let mut qkv = tensor(&backend, row, case.width());
+            let mut out = empty(&backend, 1, 4 * 32);
+            let (positions, slots) = ([position as u32], [position as u32]);
+            let (layer, shape) = (LAYER, case.shape);
+            let (positions, slots) = (&positions[..], &slots[..]);
+            let store = RopeAndStore { layer, shape, qk_norm: None, rope: &rope, positions, slots };
+            backend.rope_and_store(store, &mut qkv, &mut cache);
+            // Pages that no later token sees: given back, filled by others, no longer in the table.
+            let gone = (position + 1).saturating_sub(window) / page_size;
+            backend.poison(&mut cache, &(0..gone as u32).collect::<Vec<_>>());
+            table[..gone].fill(u32::MAX);
+            let row = AttentionRow {
+                first_token: 0,
+                token_count: 1,
+                start_position: position as u32,
+                first_page: 0,
+            };
+            let batch = AttentionBatch { rows: &[row], pages: &table };
+            let Scores { scale, softcap, window } = case.scores;
+            backend.attention(
+                Attention { layer, shape, batch, scale, softcap, window },
+                &qkv,
+                &cache,
+                &mut out,
+            );
+            assert_same(out.rows(1), &want[position * 4 * 32..][..4 * 32], &format!("position {position}"));
+        }
+    }
+}
+
+#[test]
+fn poison_fills_these_pages_of_every_layer_and_no_other() {
+    let mut backend = backend(Isa::detect(), 1);
+    let layout = KvLayout { local_layers: 2, local_kv_heads: 2, head_dim: 8, page_size: 4, num_pages: 5 };
+    let mut cache = backend.kv_cache(layout).unwrap();
+    backend.poison(&mut cache, &[1, 4]);
+    let (k, v) = cache.parts_mut();
+    for part in [k, v] {
+        for (index, page) in part.chunks(2 * 4 * 8).enumerate() {
+            let poisoned = page.iter().filter(|x| x.is_nan()).count();
+            let want = if [1, 4].contains(&(index % 5)) { page.len() } else { 0 };
+            assert_eq!(poisoned, want, "layer {} page {}", index / 5, index % 5);
         }
     }
 }

@@ -3,6 +3,7 @@
 mod attention;
 mod elementwise;
 mod matmul;
+mod moe;
 mod pointwise;
 mod reference;
 

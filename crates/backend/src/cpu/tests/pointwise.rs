@@ -184,12 +184,8 @@ fn sandwich_norm_applies_to_the_reduced_sum_with_its_bias() {
                 let mut partial = tensor(&backend, &x, cols);
                 let mut residual = tensor(&backend, &start, cols);
                 let mut out = empty(&backend, rows, cols);
-                let args = ReduceAddNorm {
-                    bias: bias_used,
-                    post_norm: Some(&p),
-                    norm_weight: &w,
-                    norm_eps: 1e-6,
-                };
+                let args =
+                    ReduceAddNorm { bias: bias_used, post_norm: Some(&p), norm_weight: &w, norm_eps: 1e-6 };
                 backend
                     .reduce_add_norm(&OneRank, args, &mut partial, (&mut residual, &mut out), rows)
                     .unwrap();

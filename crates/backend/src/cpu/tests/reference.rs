@@ -151,6 +151,18 @@ impl Scores {
 /// Online softmax so far: maximum, total, sums.
 struct State(f32, f32, Vec<f32>);
 
+/// Softmax of router logits.
+pub fn softmax(logits: &[f32]) -> Vec<f32> {
+    let max = logits.iter().fold(f32::NEG_INFINITY, |a, &b| if a > b { a } else { b });
+    let weights: Vec<f32> = logits.iter().map(|l| exp(l - max)).collect();
+    let mut lanes = [0.0f32; LANES];
+    for (i, w) in weights.iter().enumerate() {
+        lanes[i % LANES] += w;
+    }
+    let total = tree(lanes);
+    weights.iter().map(|w| w / total).collect()
+}
+
 /// Attention of one query, at the last of the positions given.
 pub fn attention(q: &[f32], keys: &[&[f32]], values: &[&[f32]], form: Scores) -> Vec<f32> {
     let visible = form.visible(keys.len());
@@ -186,15 +198,16 @@ fn walk(
         let scores: Vec<f32> = (from..to).map(score).collect();
         let new = scores.iter().fold(max, |a, &b| if a > b { a } else { b });
         let rescale = exp(max - new);
+        let weights: Vec<f32> = scores.iter().map(|s| exp(s - new)).collect();
         let mut lanes = [0.0f32; LANES];
-        for (p, score) in (from..to).zip(&scores) {
-            lanes[p % LANES] += exp(score - new);
+        for (p, weight) in (from..to).zip(&weights) {
+            lanes[p % LANES] += weight;
         }
         total = total.mul_add(rescale, tree(lanes));
         for (d, sum) in sums.iter_mut().enumerate() {
             *sum *= rescale;
-            for (p, score) in (from..to).zip(&scores) {
-                *sum = exp(score - new).mul_add(values[p][d], *sum);
+            for (p, weight) in (from..to).zip(&weights) {
+                *sum = weight.mul_add(values[p][d], *sum);
             }
         }
         (max, from) = (new, to);
