@@ -6,7 +6,7 @@ use lockstep_comm::collective::Collective;
 use lockstep_comm::shm::{SharedRegion, ShmCollective, ShmLayout, ShmOptions};
 use lockstep_core::ParallelInfo;
 use lockstep_core::shard::HeadShard;
-use lockstep_model::{Decoder, ForwardInput, Loader, ShardBytes, Workspace};
+use lockstep_model::{Decoder, ForwardInput, Loader, ShardBytes, WeightSource, Workspace};
 use lockstep_weights::ModelFiles;
 use std::path::Path;
 use std::sync::Arc;
@@ -102,7 +102,7 @@ impl Rank {
         let loader = Loader::new(&files, &backend, parallel, None, &|_, _| {});
         let longest = prompts.iter().map(Vec::len).max().unwrap();
         let decoder = Decoder::load(&loader, longest).unwrap();
-        let dtype = files.dtype_of("model.embed_tokens.weight").unwrap();
+        let dtype = WeightSource::dtype_of(&files, "model.embed_tokens.weight").unwrap();
         assert_eq!(loader.packed_bytes() as usize, ShardBytes::new(model, parallel, dtype).total());
         let tokens: usize = prompts.iter().map(Vec::len).sum();
         let work = Workspace::new(&backend, model, parallel, tokens, tokens).unwrap();
