@@ -6,6 +6,7 @@ use crate::body::read_object;
 use crate::config::unix_seconds;
 use crate::connection::Connection;
 use crate::engine::EngineClient;
+use crate::metrics;
 use crate::request::{self, Endpoint, policy::FieldPolicy};
 use crate::respond::{Answer, json, refuse};
 use axum::body::Body;
@@ -124,8 +125,16 @@ pub(crate) async fn root(State(app): State<Arc<App>>) -> Answer {
 }
 
 /// What `/` and the 404 list.
-const ENDPOINTS: &[&str] =
-    &["/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/version", "/server_info"];
+const ENDPOINTS: &[&str] = &[
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/health",
+    "/version",
+    "/server_info",
+    "/metrics",
+    "/debug/flight",
+];
 
 /// `GET /server_info`: the state of the engine as rank 0 sees it now, and of the api.
 pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Answer {
@@ -150,6 +159,22 @@ pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Answer {
         },
         "processes": config.processes,
     }))
+}
+
+/// `GET /metrics`: gauges and counters in the Prometheus text format.
+pub(crate) async fn metrics(State(app): State<Arc<App>>) -> Answer {
+    match app.engine.info().await {
+        Ok(engine) => metrics::answer(&engine, app.engine.requests_open()),
+        Err(refusal) => refuse(&refusal),
+    }
+}
+
+/// `POST /debug/flight`: every rank writes what its scheduler was told and decided lately to `--flight-dir`.
+pub(crate) async fn write_flight(State(app): State<Arc<App>>) -> Answer {
+    match app.engine.write_flight().await {
+        Ok(files) => json(&json!({ "files": files })),
+        Err(refusal) => refuse(&refusal),
+    }
 }
 
 /// Any other path.

@@ -23,6 +23,7 @@ pub mod engine;
 pub mod error;
 mod fields;
 mod handlers;
+mod metrics;
 mod request;
 mod respond;
 pub mod server;

@@ -112,6 +112,8 @@ fn routes(app: Arc<App>) -> Router {
         .route("/health", get(handlers::health))
         .route("/version", get(handlers::version))
         .route("/server_info", get(handlers::server_info))
+        .route("/metrics", get(handlers::metrics))
+        .route("/debug/flight", post(handlers::write_flight))
         .route("/v1/models", get(handlers::models))
         .route("/v1/models/{*id}", get(handlers::model))
         .route("/v1/chat/completions", post(handlers::chat))

@@ -8,7 +8,7 @@ mod common;
 use common::{Server, config, get, post};
 use lockstep_api::{ApiConfig, ProcessInfo};
 use lockstep_core::FinishReason;
-use lockstep_wire::{EngineInfo, RankInfo, ToApi, ToScheduler};
+use lockstep_wire::{EngineInfo, EngineTotals, RankInfo, ToApi, ToScheduler};
 use serde_json::json;
 
 const CHAT: &str = "/v1/chat/completions";
@@ -59,6 +59,67 @@ async fn server_info_asks_rank_0() {
     assert_eq!(reply["api"]["unknown_fields"], 1);
     assert_eq!(reply["api"]["requests_open"], 0);
     assert_eq!(reply["processes"], json!([{"name": "launcher", "pid": 7}]));
+}
+
+#[tokio::test]
+async fn metrics_are_rank_0s_counters() {
+    let mut server = Server::start().await;
+    let mut client = server.connect().await;
+    client.send(get("/metrics")).await;
+    let lockstep_api::Outbound::Scheduler(ToScheduler::Info { query }) = server.engine.next().await else {
+        panic!("expected a query")
+    };
+    let info = EngineInfo {
+        query,
+        page_size: 16,
+        pages_total: 10,
+        pages_free: 5,
+        pages_cached: 3,
+        pages_held: 2,
+        running: 4,
+        totals: EngineTotals { steps: 77, retractions: 6, ..EngineTotals::default() },
+        ranks: vec![RankInfo { rank: 1, weight_bytes: 123, ..RankInfo::default() }],
+        ..EngineInfo::default()
+    };
+    server.engine.inbound.deliver(ToApi::EngineInfo(Box::new(info)));
+    let reply = client.reply().await;
+    assert!(reply.headers["content-type"].starts_with("application/openmetrics-text"));
+    let text = String::from_utf8(reply.body).unwrap();
+    for line in [
+        "lockstep_kv_pool_pages 10",
+        "lockstep_kv_pages{state=\"free\"} 5",
+        "lockstep_kv_pages{state=\"cached\"} 3",
+        "lockstep_kv_pages{state=\"held\"} 2",
+        "lockstep_scheduler_requests{state=\"running\"} 4",
+        "lockstep_scheduler_steps_total 77",
+        "lockstep_retractions_total 6",
+        "lockstep_rank_weight_bytes{rank=\"1\"} 123",
+        "# EOF",
+    ] {
+        assert!(text.lines().any(|l| l == line), "{line} is not in\n{text}");
+    }
+}
+
+#[tokio::test]
+async fn the_flight_recorder_is_written_on_request() {
+    let mut server = Server::start().await;
+    for (result, status) in [(Ok(vec!["a".to_owned(), "b".into()]), 200), (Err("no folder".to_owned()), 400)]
+    {
+        let mut client = server.connect().await;
+        client.send(post("/debug/flight", "")).await;
+        let lockstep_api::Outbound::Scheduler(ToScheduler::WriteFlight { query }) =
+            server.engine.next().await
+        else {
+            panic!("expected a query")
+        };
+        server.engine.inbound.deliver(ToApi::FlightWritten { query, result });
+        let reply = client.reply().await;
+        assert_eq!(reply.status, status);
+        match status {
+            200 => assert_eq!(reply.json(), json!({"files": ["a", "b"]})),
+            _ => assert_eq!(reply.error(400)["message"], "no folder"),
+        }
+    }
 }
 
 #[tokio::test]

@@ -5,9 +5,11 @@ mod common;
 
 use common::serve_with;
 use lockstep_testkit::random::Random;
-use lockstep_testkit::{Fixture, Server};
+use lockstep_testkit::{Fixture, Server, TempDir};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
 
 /// A prompt of `len` words that starts at `first`.
 fn words(first: u32, len: u32) -> String {
@@ -202,5 +204,54 @@ fn a_request_over_its_time_is_ended_and_releases_everything() {
     assert_eq!(answer.finish, "abort");
     assert!((1..16_000).contains(&answer.completion_tokens), "{}", answer.completion_tokens);
     served.server.after_check(&baseline, "A", " alpha beta gamma delta");
+    served.server.stop();
+}
+
+/// The value of one sample of `/metrics`.
+fn metric(server: &Server, sample: &str) -> u64 {
+    let text = String::from_utf8(server.get("/metrics").body).expect("UTF-8");
+    let line = text.lines().find_map(|line| line.strip_prefix(sample)?.strip_prefix(' '));
+    line.and_then(|value| value.parse().ok()).unwrap_or_else(|| panic!("{sample} is not in\n{text}"))
+}
+
+#[test]
+fn the_flight_recorder_is_written_on_request_and_replays() {
+    let folder = TempDir::new("flight");
+    let served = serve_with(Fixture::named("rand_llama"), 2, |c| {
+        c.flag("--num-pages", 20).flag("--overlap", "on").flag("--flight-dir", folder.path().display())
+    });
+    let server = &served.server;
+    let prompts: Vec<String> = (0..8).map(|i| format!("{} {}", words(3, 40), words(100 + i, 5))).collect();
+    together(server, &prompts);
+    assert!(metric(server, "lockstep_retractions_total") > 0, "the pool holds fewer requests than run");
+    let reply = server.post("/debug/flight", &json!({}));
+    assert_eq!(reply.status, 200);
+    let files: Vec<String> = serde_json::from_value(reply.json()["files"].clone()).expect("paths");
+    assert_eq!(files.len(), 2, "one per rank: {files:?}");
+    for file in &files {
+        let mode = std::fs::metadata(file).expect("the file is there").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "prompts are in it");
+        let replay = Command::new(common::BINARY).args(["replay", file]).output().expect("the binary runs");
+        let said = String::from_utf8_lossy(&replay.stdout).into_owned();
+        assert!(replay.status.success() && said.contains("every decision is reproduced"), "{said}");
+        assert!(said.contains("8 messages"), "{said}");
+    }
+    served.server.stop();
+}
+
+#[test]
+fn pages_add_up_in_the_metrics_and_recordings_need_a_folder() {
+    let served = serve_with(Fixture::named("rand_llama"), 1, |c| c.flag("--num-pages", 40));
+    let server = &served.server;
+    together(server, &[words(1, 30), words(2, 50)]);
+    let state = |state| metric(server, &format!("lockstep_kv_pages{{state=\"{state}\"}}"));
+    assert_eq!(metric(server, "lockstep_kv_pool_pages"), 40);
+    assert_eq!((state("held"), state("free") + state("cached")), (0, 40), "an idle server holds no page");
+    assert!(state("cached") > 0);
+    assert_eq!(metric(server, "lockstep_prompt_tokens_total"), 30 + 50);
+    assert_eq!(metric(server, "lockstep_generated_tokens_total"), 48);
+    let refused = server.post("/debug/flight", &json!({}));
+    assert_eq!(refused.status, 400);
+    assert!(refused.json()["error"]["message"].as_str().is_some_and(|m| m.contains("--flight-dir")));
     served.server.stop();
 }

@@ -51,4 +51,6 @@ pub enum Outgoing {
     Refused(RequestId, Refusal),
     /// To the api: answer to an info query.
     Info(Box<EngineInfo>),
+    /// To the api: where the recordings of query `.0` are, by rank.
+    FlightWritten(u64, std::result::Result<Vec<String>, String>),
 }

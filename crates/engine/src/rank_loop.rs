@@ -16,7 +16,7 @@ use crate::{EngineError, Result};
 use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_core::{PageId, TokenId};
 use lockstep_scheduler::{Event, Scheduler, StepPlan};
-use lockstep_wire::{Begin, EngineInfo, SubmitRequest, ToScheduler, TokenOut};
+use lockstep_wire::{Begin, EngineInfo, EngineTotals, SubmitRequest, ToScheduler, TokenOut};
 use std::time::Duration;
 
 /// How a rank takes part in the control plane.
@@ -50,6 +50,8 @@ pub struct LoopSettings {
     pub collective_timeout: Duration,
     /// Milliseconds after which a request is ended, from the stamp it arrived with.
     pub request_timeout_ms: Option<u64>,
+    /// Bytes of one segment of the flight recorder; see [`crate::flight`].
+    pub flight_segment_bytes: usize,
 }
 
 #[derive(Default)]
@@ -74,7 +76,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         info: EngineInfo,
     ) -> Self {
         let exchange = Exchange::new(group.size());
-        let flight = FlightRecorder::new(scheduler.config(), settings.request_timeout_ms);
+        let flight = FlightRecorder::new(settings.request_timeout_ms, settings.flight_segment_bytes);
         Self { role, group, scheduler, runner, exchange, flight, settings, info, state: LoopState::default() }
     }
 
@@ -100,7 +102,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         self.role
     }
 
-    /// What the scheduler was told and decided so far.
+    /// What the scheduler was told and decided lately.
     pub fn flight(&mut self) -> &mut FlightRecorder {
         &mut self.flight
     }
@@ -147,7 +149,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
                 inbox.push(follower.take()?.message);
             }
         }
-        self.flight.step(agreed.stamp_ms);
+        self.flight.step(agreed.stamp_ms, &self.scheduler);
         self.scheduler.advance(agreed.stamp_ms);
         for message in inbox.drain(..) {
             self.flight.message(&message);
@@ -166,9 +168,23 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
                 let info = self.info(query);
                 self.deliver(|| Outgoing::Info(Box::new(info)))?;
             }
+            ToScheduler::WriteFlight { query } => self.write_flight(query)?,
             ToScheduler::Shutdown => self.state.stopping = true,
         }
         Ok(())
+    }
+
+    /// Every rank writes its own recording, of the same steps; rank 0 answers for all.
+    fn write_flight(&mut self, query: u64) -> Result<()> {
+        let written = self.flight.write();
+        if let Err(error) = &written {
+            tracing::warn!("the flight recorder was not written: {error}");
+        }
+        let files = match &written {
+            Ok(_) => Ok(self.flight.paths(&self.info.ranks)),
+            Err(error) => Err(error.to_string()),
+        };
+        self.deliver(|| Outgoing::FlightWritten(query, files))
     }
 
     /// Every rank submits; only rank 0 tells the outside what came of it.
@@ -237,7 +253,17 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
             pages_held: counters.pages_held,
             waiting: counters.waiting,
             running: counters.running,
-            steps: counters.steps,
+            draining: counters.draining,
+            totals: EngineTotals {
+                steps: counters.steps,
+                prompt_tokens: counters.prompt_tokens,
+                cached_tokens: counters.hit_tokens,
+                generated_tokens: counters.generated_tokens,
+                computed_tokens: counters.computed_tokens,
+                retractions: counters.retractions,
+                evicted_pages: counters.evicted_pages,
+                prefix_waits: counters.prefix_waits,
+            },
             ..self.info.clone()
         }
     }

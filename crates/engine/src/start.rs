@@ -6,6 +6,7 @@
 
 use crate::config::RankConfig;
 use crate::control::{Follower, Primary};
+use crate::flight::{self, FlightError};
 use crate::links::{ZmqFollower, ZmqPrimary};
 use crate::memory::{self, Committed};
 use crate::rank_loop::{LoopSettings, RankLoop, Role};
@@ -151,6 +152,7 @@ fn serve<R: Runner>(
         overlap: config.batching.overlap,
         collective_timeout: patience,
         request_timeout_ms: config.batching.request_timeout_ms,
+        flight_segment_bytes: flight::SEGMENT_BYTES,
     };
     if config.parallel.is_primary() {
         let mut links = ZmqPrimary::open(&context, &config.links, group.size() - 1, patience)?;
@@ -183,18 +185,14 @@ fn run_recorded<P: Primary, F: Follower, R: Runner>(
     rank_loop: &mut RankLoop<P, F, R>,
     config: &RankConfig,
 ) -> Result<()> {
-    match &config.flight_dir {
-        Some(dir) => {
-            let name = format!("lockstep-{}-rank{}.flight", std::process::id(), config.parallel.rank());
-            rank_loop.flight().set_file(dir.join(name));
-        }
-        None => rank_loop.flight().turn_off(),
+    if let Some(folder) = &config.flight_dir {
+        rank_loop.flight().set_folder(folder.clone(), config.parallel.rank());
     }
     let end = rank_loop.run();
     if end.as_ref().is_err_and(|error| !error.is_consequence()) {
         match rank_loop.flight().write() {
-            Ok(Some(file)) => tracing::error!("wrote {}; see it with `lockstep replay`", file.display()),
-            Ok(None) => {}
+            Ok(file) => tracing::error!("wrote {}; see it with `lockstep replay`", file.display()),
+            Err(FlightError::NoFolder) => {}
             Err(error) => tracing::warn!("the flight recorder cannot be written: {error}"),
         }
     }
@@ -228,6 +226,8 @@ fn scheduler_config(config: &RankConfig, num_pages: usize, context_max: usize) -
         queue_order: if batching.longest_prefix_first { QueueOrder::LongestPrefix } else { QueueOrder::Fcfs },
         step_order: if batching.decode_first { StepOrder::DecodeFirst } else { StepOrder::PrefillFirst },
         reserve_percent: batching.reserve_percent,
+        // A debug build catches whoever reads a page after it was freed.
+        track_freed: cfg!(debug_assertions),
         ..SchedulerConfig::default()
     }
 }

@@ -7,6 +7,7 @@ use crate::pool::{PagePool, PageState};
 use crate::radix::{Namespace, Probe, RadixCache};
 use crate::table::PageTable;
 use lockstep_core::{PageId, TokenId};
+use serde::{Deserialize, Serialize};
 
 /// Exact page accounting; the three parts add up to `total`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,7 +23,7 @@ pub struct KvCounts {
 }
 
 /// The pages of one rank's KV pool. The same calls give the same pages on every rank.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct KvCache {
     page_size: usize,
     pool: PagePool,
@@ -30,6 +31,7 @@ pub struct KvCache {
     tree: Option<RadixCache>,
     evicted_pages: u64,
     /// Reused by evictions.
+    #[serde(skip)]
     scratch: Vec<PageId>,
 }
 

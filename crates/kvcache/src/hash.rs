@@ -1,11 +1,13 @@
 //! The 64-bit hash behind page-table fingerprints and step digests.
 
+use serde::{Deserialize, Serialize};
+
 /// A hash over words, the same on every machine; ranks compare its values, so a change of the
 /// function is a change of the protocol between ranks.
 ///
 /// Each word is folded with xor, a multiplication by an odd constant of splitmix64
 /// (Steele, Lea, Flood 2014) and a rotation. Order matters; nothing is random or secret.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hasher64(u64);
 
 impl Hasher64 {

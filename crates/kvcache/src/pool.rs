@@ -5,9 +5,10 @@
 //! mean two requests writing one page. Reuse is last in, first out: the same order on every rank.
 
 use lockstep_core::PageId;
+use serde::{Deserialize, Serialize};
 
 /// Where a page is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PageState {
     /// Nobody's; its content is garbage.
     Free,
@@ -18,7 +19,7 @@ pub enum PageState {
 }
 
 /// Allocator of page numbers `0..total`; every operation is O(1) per page.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct PagePool {
     /// Stack; the top is handed out next.
     free: Vec<PageId>,
@@ -26,6 +27,7 @@ pub struct PagePool {
     private: usize,
     cached: usize,
     /// Pages freed since the log was taken, for poisoning.
+    #[serde(skip)]
     freed_log: Option<Vec<PageId>>,
 }
 

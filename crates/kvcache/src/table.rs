@@ -3,6 +3,7 @@
 use crate::hash::Hasher64;
 use crate::radix::PrefixLock;
 use lockstep_core::PageId;
+use serde::{Deserialize, Serialize};
 
 /// Page `i` holds the KV of positions `i*page_size..(i+1)*page_size`.
 ///
@@ -11,7 +12,7 @@ use lockstep_core::PageId;
 ///
 /// A table must be given back with [`KvCache::release`](crate::KvCache::release); dropping a non-empty
 /// one leaks its pages, which `check` reports.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct PageTable {
     pub(crate) pages: Vec<PageId>,
     pub(crate) lock: Option<PrefixLock>,

@@ -2,10 +2,11 @@
 
 use lockstep_core::TokenId;
 use lockstep_core::limits::PAGE_SIZE_MAX;
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 /// Whether prefixes are kept and shared between requests (`--cache`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CachePolicy {
     /// Full pages of every request stay in a radix tree until the pool needs them.
     Radix,
@@ -14,7 +15,7 @@ pub enum CachePolicy {
 }
 
 /// Which waiting request of the same priority is admitted first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum QueueOrder {
     /// First come, first served.
     Fcfs,
@@ -23,7 +24,7 @@ pub enum QueueOrder {
 }
 
 /// What goes first when prefill and decode cannot share a step (`mixed == false`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StepOrder {
     /// Prefill steps first; running decodes wait for at most [`SchedulerConfig::PREFILL_RUN_MAX`] in a row.
     PrefillFirst,
@@ -32,7 +33,7 @@ pub enum StepOrder {
 }
 
 /// Sizes and policies of one scheduler. Start from `SchedulerConfig::default()` and set what differs.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SchedulerConfig {
     /// Tokens in a page, `1..=PAGE_SIZE_MAX`.
     pub page_size: usize,

@@ -1,13 +1,14 @@
 //! The per-step fingerprint that ranks compare.
 
 use lockstep_core::StepId;
+use serde::{Deserialize, Serialize};
 
 /// What a rank decided and saw, in four words. Ranks exchange it with the next message count; the first
 /// difference stops the server.
 ///
 /// `plan_hash` and `page_hash` describe the last planned step, `token_hash` all completed ones. The hash is
 /// [`lockstep_kvcache::Hasher64`], the same on every machine; maintaining it costs a few nanoseconds per row.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepDigest {
     /// The last planned step.
     pub step: StepId,

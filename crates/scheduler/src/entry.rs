@@ -4,6 +4,7 @@ use crate::event::Usage;
 use crate::request::Request;
 use lockstep_core::{FinishReason, RequestId, SamplingParams, StepId, TokenId};
 use lockstep_kvcache::{Namespace, PageTable};
+use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::{Index, IndexMut};
@@ -13,7 +14,7 @@ use std::sync::Arc;
 pub(crate) type Slot = u32;
 
 /// Where a request is in its life; see the diagram in `docs/scheduling.md`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum State {
     /// In the queue, without pages. New, or put back by a retraction.
     Waiting,
@@ -28,7 +29,7 @@ pub(crate) enum State {
 pub(crate) type Precedence = (Reverse<i32>, u64);
 
 /// Everything known of one request.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Entry {
     pub id: RequestId,
     /// Prompt, then generated tokens.
@@ -142,7 +143,7 @@ impl Entry {
 
 /// All requests the scheduler knows, by slot and by id. Never iterated in hash order: slots are reused last
 /// in, first out, ids are in a B-tree.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Entries {
     slots: Vec<Option<Box<Entry>>>,
     vacant: Vec<Slot>,

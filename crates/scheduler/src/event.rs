@@ -1,10 +1,11 @@
 //! What a scheduler reports: tokens, ends of requests, counters.
 
 use lockstep_core::{FinishReason, RequestId, TokenId};
+use serde::{Deserialize, Serialize};
 
 /// Something a client must hear of. Each request gets any number of `Token`s and exactly one
 /// event with a finish reason, after which its id is not mentioned again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Event {
     /// One generated token.
     Token {
@@ -31,7 +32,7 @@ pub enum Event {
 }
 
 /// Token counts of one request.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
     /// Tokens of the prompt, cached ones included.
     pub prompt_tokens: u32,
@@ -43,7 +44,7 @@ pub struct Usage {
 }
 
 /// Gauges and totals for metrics and `/server_info`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counters {
     /// Requests in the queue, retracted ones included.
     pub waiting: usize,

@@ -5,6 +5,7 @@
 //! nor of higher priorities starves anybody.
 
 use crate::entry::{Precedence, Slot};
+use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub const OVERTAKEN_MAX: u32 = 64;
 
 /// Waiting requests in order of service.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Queue {
     /// Priority, then retracted ones (false) before new ones, then arrival.
     order: BTreeSet<(Reverse<i32>, bool, u64, Slot)>,
@@ -21,7 +22,7 @@ pub(crate) struct Queue {
     aged: BTreeSet<u64>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Waiting {
     slot: Slot,
     priority: i32,

@@ -31,6 +31,8 @@ pub struct Scenario {
     pub flushes_us: Vec<u64>,
     /// When it asks for the state.
     pub queries_us: Vec<u64>,
+    /// Segment of the flight recorders: so small that they go round many times, or so large that they never do.
+    pub flight_segment_bytes: usize,
 }
 
 /// Ranges of delays in microseconds; each event draws its own.
@@ -130,6 +132,7 @@ impl Scenario {
             flushes_us: moments(random, 3),
             queries_us: moments(random, 3),
             requests,
+            flight_segment_bytes: random.pick(&[200, 2_000, 20_000, 1 << 24]),
         }
     }
 }

@@ -137,6 +137,7 @@ impl Simulation {
             overlap: config.overlap,
             collective_timeout: patience,
             request_timeout_ms: scenario.request_timeout_ms,
+            flight_segment_bytes: scenario.flight_segment_bytes,
         };
         let state = |rank| RankState {
             coroutine: Some(rank::start(RankSetup {
@@ -437,6 +438,9 @@ impl Simulation {
                 (Link::Api, lockstep_wire::encode(&ToApi::Refused { id, refusal }))
             }
             Outgoing::Info(info) => (Link::Api, lockstep_wire::encode(&ToApi::EngineInfo(info))),
+            Outgoing::FlightWritten(query, result) => {
+                (Link::Api, lockstep_wire::encode(&ToApi::FlightWritten { query, result }))
+            }
         };
         self.send(link, bytes.map_err(|e| e.to_string())?);
         Ok(())

@@ -20,7 +20,7 @@ pub mod to_tokenizer;
 mod token_bytes;
 
 pub use codec::{WireError, decode, encode};
-pub use to_api::{Delta, EngineInfo, RankInfo, Ready, Role, ToApi, Usage};
+pub use to_api::{Delta, EngineInfo, EngineTotals, RankInfo, Ready, Role, ToApi, Usage};
 pub use to_detokenizer::{Begin, ToDetokenizer, TokenOut};
 pub use to_ranks::Broadcast;
 pub use to_scheduler::{SubmitRequest, ToScheduler};

@@ -28,6 +28,13 @@ pub enum ToApi {
     Deltas(Vec<Delta>),
     /// Answer to `ToScheduler::Info`.
     EngineInfo(Box<EngineInfo>),
+    /// Answer to `ToScheduler::WriteFlight`.
+    FlightWritten {
+        /// Number of the query this answers.
+        query: u64,
+        /// The file of each rank by rank number, or why rank 0 could not write its own.
+        result: Result<Vec<String>, String>,
+    },
 }
 
 /// Who says it is ready.
@@ -103,12 +110,35 @@ pub struct EngineInfo {
     pub waiting: usize,
     /// Requests being prefilled or decoded.
     pub running: usize,
-    /// Steps since start.
-    pub steps: u64,
+    /// Ended requests whose last launched step has not completed.
+    pub draining: usize,
+    /// What happened since start.
+    pub totals: EngineTotals,
     /// One entry per rank.
     pub ranks: Vec<RankInfo>,
     /// Slower paths taken, and anything else worth knowing, as sentences.
     pub notes: Vec<String>,
+}
+
+/// What a replica has done since its start; every number only grows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineTotals {
+    /// Steps planned.
+    pub steps: u64,
+    /// Prompt tokens of admitted requests.
+    pub prompt_tokens: u64,
+    /// Of these, tokens whose KV came from the prefix cache.
+    pub cached_tokens: u64,
+    /// Tokens generated.
+    pub generated_tokens: u64,
+    /// Tokens that went through the model, prefill and decode.
+    pub computed_tokens: u64,
+    /// Requests put back into the queue because pages ran out.
+    pub retractions: u64,
+    /// Pages of cached prefixes given up for new content.
+    pub evicted_pages: u64,
+    /// Times a request put off its admission to share a prefix in flight.
+    pub prefix_waits: u64,
 }
 
 /// Facts about one rank.

@@ -16,6 +16,12 @@ pub enum ToScheduler {
         /// Echoed in the reply.
         query: u64,
     },
+    /// Every rank writes its flight recorder to a file; rank 0 reports to the api
+    /// (`ToApi::FlightWritten` with the same number).
+    WriteFlight {
+        /// Echoed in the reply.
+        query: u64,
+    },
     /// Forget all cached prefixes that no request holds.
     FlushCache,
     /// Stop after the running step; every rank exits with code 0.

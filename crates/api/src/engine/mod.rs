@@ -21,7 +21,7 @@ pub use registry::EngineInbound;
 
 use lockstep_core::{Refusal, RequestId, SamplingParams};
 use lockstep_wire::{Delta, EngineInfo, GenerateRequest, Prompt, TextParams, ToScheduler, ToTokenizer};
-use registry::{Entry, Registry};
+use registry::{Entry, Registry, Reply};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -29,8 +29,8 @@ use tokio::sync::mpsc::{self, OwnedPermit, error::TrySendError};
 
 /// Places in the outbound channel beyond two per request: queries and shutdown messages.
 const OUTBOUND_SPARE: usize = 64;
-/// How long `/server_info` waits for rank 0; a step in progress delays the answer.
-const INFO_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a query waits for rank 0; a step in progress delays the answer.
+const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A message on its way out of the api.
 #[derive(Clone, Debug, PartialEq)]
@@ -127,17 +127,34 @@ impl EngineClient {
 
     /// Asks rank 0 for its counters. Errors with a 503 when it does not answer in time.
     pub(crate) async fn info(&self) -> Result<EngineInfo, Refusal> {
+        match self.ask(|query| ToScheduler::Info { query }).await? {
+            Reply::Info(info) => Ok(*info),
+            Reply::Flight(_) => Err(Refusal::internal("rank 0 answered another question")),
+        }
+    }
+
+    /// Has every rank write its flight recorder; the files by rank. Errors with a 503 when rank 0 does not
+    /// answer in time and with a 400 when it cannot write.
+    pub(crate) async fn write_flight(&self) -> Result<Vec<String>, Refusal> {
+        match self.ask(|query| ToScheduler::WriteFlight { query }).await? {
+            Reply::Flight(result) => result.map_err(Refusal::invalid),
+            Reply::Info(_) => Err(Refusal::internal("rank 0 answered another question")),
+        }
+    }
+
+    /// Sends a numbered question to rank 0 and waits for its answer.
+    async fn ask(&self, question: impl FnOnce(u64) -> ToScheduler) -> Result<Reply, Refusal> {
         let query = self.next_query.fetch_add(1, Ordering::Relaxed);
-        let answer = self.registry.expect_info(query)?;
-        self.reserve()?.send(Outbound::Scheduler(ToScheduler::Info { query }));
-        match tokio::time::timeout(INFO_TIMEOUT, answer).await {
-            Ok(Ok(info)) => Ok(info),
+        let answer = self.registry.expect_reply(query)?;
+        self.reserve()?.send(Outbound::Scheduler(question(query)));
+        match tokio::time::timeout(QUERY_TIMEOUT, answer).await {
+            Ok(Ok(reply)) => Ok(reply),
             Ok(Err(_)) => Err(self.refusing().unwrap_or_else(|| Refusal::unavailable("the engine is gone"))),
             Err(_) => {
-                self.registry.forget_info(query);
+                self.registry.forget_query(query);
                 Err(Refusal::unavailable(format!(
                     "rank 0 gave no answer within {} s; try again",
-                    INFO_TIMEOUT.as_secs()
+                    QUERY_TIMEOUT.as_secs()
                 )))
             }
         }

@@ -32,10 +32,18 @@ impl Entry {
     }
 }
 
+/// Rank 0's answer to a query.
+#[derive(Debug)]
+pub(super) enum Reply {
+    Info(Box<EngineInfo>),
+    /// The recordings' files by rank, or why there are none.
+    Flight(Result<Vec<String>, String>),
+}
+
 #[derive(Debug, Default)]
 struct Table {
     requests: HashMap<RequestId, Entry>,
-    queries: BTreeMap<u64, oneshot::Sender<EngineInfo>>,
+    queries: BTreeMap<u64, oneshot::Sender<Reply>>,
     /// Why new requests are refused.
     refusing: Option<Refusal>,
     /// Nothing more will come from the engine.
@@ -104,7 +112,7 @@ impl Registry {
         self.answers.send_modify(|count| *count -= 1);
     }
 
-    pub(super) fn expect_info(&self, query: u64) -> Result<oneshot::Receiver<EngineInfo>, Refusal> {
+    pub(super) fn expect_reply(&self, query: u64) -> Result<oneshot::Receiver<Reply>, Refusal> {
         let (sender, receiver) = oneshot::channel();
         let mut table = self.table();
         match &table.refusing {
@@ -116,7 +124,7 @@ impl Registry {
         }
     }
 
-    pub(super) fn forget_info(&self, query: u64) {
+    pub(super) fn forget_query(&self, query: u64) {
         self.table().queries.remove(&query);
     }
 
@@ -179,9 +187,10 @@ impl Registry {
         }
     }
 
-    fn deliver_info(&self, info: EngineInfo) {
-        if let Some(sender) = self.table().queries.remove(&info.query) {
-            let _ = sender.send(info);
+    fn deliver_reply(&self, query: u64, reply: Reply) {
+        if let Some(sender) = self.table().queries.remove(&query) {
+            // Errors only when nobody waits any more.
+            let _ = sender.send(reply);
         }
     }
 }
@@ -199,7 +208,10 @@ impl EngineInbound {
         match message {
             ToApi::Deltas(deltas) => deltas.into_iter().for_each(|delta| self.registry.deliver_delta(delta)),
             ToApi::Refused { id, refusal } => self.registry.deliver_refusal(id, refusal),
-            ToApi::EngineInfo(info) => self.registry.deliver_info(*info),
+            ToApi::EngineInfo(info) => self.registry.deliver_reply(info.query, Reply::Info(info)),
+            ToApi::FlightWritten { query, result } => {
+                self.registry.deliver_reply(query, Reply::Flight(result));
+            }
             ToApi::Loading { .. } | ToApi::Ready(_) => {
                 tracing::warn!("start-up message after start-up ignored")
             }

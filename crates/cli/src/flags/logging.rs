@@ -18,8 +18,8 @@ pub struct ServeLoggingFlags {
     #[arg(long, value_enum, default_value_t = LogLevel::Info)]
     pub log_level: LogLevel,
 
-    /// Folder to which a rank that fails writes what its scheduler was told and decided, prompts included, for
-    /// `lockstep replay`; without it nothing is recorded.
+    /// Folder to which a rank that fails (or every rank on `POST /debug/flight`) writes what its scheduler was told
+    /// and decided lately, prompts included, for `lockstep replay`.
     #[arg(long)]
     pub flight_dir: Option<PathBuf>,
 }

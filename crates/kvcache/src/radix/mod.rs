@@ -23,6 +23,7 @@ mod insert;
 mod tests;
 
 use lockstep_core::{PageId, TokenId};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -36,8 +37,9 @@ const NO_NODE: NodeIndex = NodeIndex::MAX;
 
 /// A hold on a path of the tree; its pages stay until [`RadixCache::release`] takes it back.
 ///
-/// Neither `Clone` nor `Copy`, so that a path cannot be released twice.
-#[derive(Debug, PartialEq, Eq)]
+/// Neither `Clone` nor `Copy`, so that a path cannot be released twice; it is serialized only with its tree,
+/// as part of a scheduler's snapshot.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[must_use = "a lock that is dropped keeps its pages for ever; give it to RadixCache::release"]
 pub struct PrefixLock {
     node: NodeIndex,
@@ -70,7 +72,7 @@ pub struct Inserted {
     pub adopted_pages: usize,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Node {
     /// Counts reuses of this place, so that a stale lock is noticed.
     generation: u32,
@@ -88,7 +90,7 @@ struct Node {
 }
 
 /// The tree. It owns its pages' numbers but not their state; see [`crate::KvCache`].
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct RadixCache {
     page_size: usize,
     nodes: Vec<Node>,

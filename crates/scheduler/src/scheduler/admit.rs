@@ -8,6 +8,7 @@ use super::step::Draft;
 use crate::config::{QueueOrder, SchedulerConfig};
 use crate::entry::{Entry, Slot};
 use lockstep_kvcache::common_len;
+use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 
 /// Waiting requests that one step looks at and passes over, at most.
@@ -21,7 +22,7 @@ const STEP_COST: usize = 32;
 ///
 /// The share adapts as in SGLang's `new_token_ratio`, in integers so that ranks cannot differ: it shrinks a
 /// little with every decode step and grows with every retraction.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(super) struct GrowthEstimate {
     /// Share in units of 1/[`GrowthEstimate::ONE`].
     share: usize,

@@ -18,10 +18,14 @@ use crate::queue::Queue;
 use crate::request::Request;
 use lockstep_core::{FinishReason, PageId, Refusal, RequestId, StepId};
 use lockstep_kvcache::{Hasher64, KvCache};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, VecDeque};
 
 /// The scheduler of one rank. See the crate documentation for who calls what.
-#[derive(Debug)]
+///
+/// Serialized, it is a snapshot from which a copy takes the same decisions, steps in flight included; events
+/// not yet taken are left out. Whoever restores one from a file calls [`Scheduler::check`].
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Scheduler {
     config: SchedulerConfig,
     context_max: usize,
@@ -33,6 +37,7 @@ pub struct Scheduler {
     /// Steps planned and not completed, oldest first; at most two.
     launched: VecDeque<Launched>,
     /// Records of completed steps, for reuse.
+    #[serde(skip)]
     spare: Vec<Launched>,
     next_step: StepId,
     /// Submissions so far; the next request's arrival number.
@@ -43,6 +48,7 @@ pub struct Scheduler {
     turns: step::Turns,
     /// Changes when a request starts or stops prefilling: prefix waits are decided anew.
     prefill_epoch: u64,
+    #[serde(skip)]
     events: Vec<Event>,
     digest: StepDigest,
     /// Everything submitted, aborted and flushed so far.
@@ -50,11 +56,12 @@ pub struct Scheduler {
     tokens_hash: Hasher64,
     /// Totals kept up to date; the gauges are filled in by [`Scheduler::counters`].
     totals: Counters,
+    #[serde(skip)]
     scratch: Scratch,
 }
 
 /// What must be remembered of a step until it completes.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 struct Launched {
     step: StepId,
     rows: Vec<LaunchedRow>,
@@ -62,7 +69,7 @@ struct Launched {
     duplicates: Vec<PageId>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct LaunchedRow {
     slot: Slot,
     /// Position after its last token.
@@ -259,6 +266,11 @@ impl Scheduler {
             steps_in_flight: self.launched.len(),
             ..self.totals
         }
+    }
+
+    /// Steps planned and not completed, oldest first, each with the number of tokens it samples.
+    pub fn in_flight(&self) -> impl Iterator<Item = (StepId, usize)> {
+        self.launched.iter().map(|l| (l.step, l.rows.iter().filter(|row| row.samples).count()))
     }
 
     /// The fingerprint of the last planned and all completed steps. O(1).

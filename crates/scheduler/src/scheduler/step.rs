@@ -6,6 +6,7 @@ use crate::entry::Slot;
 use crate::plan::{PlanRow, RowInput, StepPlan};
 use lockstep_core::StepId;
 use lockstep_kvcache::Hasher64;
+use serde::{Deserialize, Serialize};
 
 /// The step being planned.
 pub(super) struct Draft<'a> {
@@ -16,7 +17,7 @@ pub(super) struct Draft<'a> {
 }
 
 /// Which kind of step was planned how often in a row while the other kind waited (`mixed == false`).
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Turns {
     prefill_run: u32,
     decode_run: u32,

@@ -1,0 +1,110 @@
+//! `/metrics`: the engine's gauges and counters in the OpenMetrics text format, which Prometheus reads.
+//!
+//! Names and units follow Prometheus' conventions: base units, `_total` for counters, one name per quantity with
+//! labels for its parts. The numbers are rank 0's at the moment of the scrape; since all ranks decide alike they are
+//! every rank's. **Invariant:** `lockstep_kv_pages` over its states adds up to `lockstep_kv_pool_pages`.
+
+use crate::respond::{Answer, refuse};
+use axum::body::Body;
+use axum::http::{HeaderValue, Response, header};
+use lockstep_core::Refusal;
+use lockstep_wire::EngineInfo;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::Registry;
+
+const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// The answer to a scrape.
+pub(crate) fn answer(engine: &EngineInfo, requests_open: usize) -> Answer {
+    let mut registry = Registry::with_prefix("lockstep");
+    registry.register_collector(Box::new(Scrape { engine: engine.clone(), requests_open }));
+    let mut text = String::new();
+    if prometheus_client::encoding::text::encode(&mut text, &registry).is_err() {
+        return refuse(&Refusal::internal("the metrics cannot be written as text"));
+    }
+    let mut answer = Response::new(Body::from(text));
+    answer.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(CONTENT_TYPE));
+    answer
+}
+
+/// One scrape's numbers.
+#[derive(Debug)]
+struct Scrape {
+    engine: EngineInfo,
+    requests_open: usize,
+}
+
+impl Collector for Scrape {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> std::fmt::Result {
+        let engine = &self.engine;
+        let gauge = &mut |name, help, value: usize| gauge(&mut encoder, name, help, value);
+        gauge("kv_pool_pages", "Pages of the KV pool, equal on every rank.", engine.pages_total)?;
+        gauge("kv_page_size_tokens", "Tokens in a page.", engine.page_size)?;
+        gauge("context_max_tokens", "Longest prompt plus answer that is served.", engine.context_max)?;
+        gauge("http_requests_open", "Requests taken and not answered completely.", self.requests_open)?;
+        let pages =
+            [("free", engine.pages_free), ("cached", engine.pages_cached), ("held", engine.pages_held)];
+        let help = "Pages by state: free, cached (a prefix that no request holds), held by requests.";
+        gauges(&mut encoder, "kv_pages", help, "state", &pages)?;
+        let requests =
+            [("waiting", engine.waiting), ("running", engine.running), ("draining", engine.draining)];
+        gauges(
+            &mut encoder,
+            "scheduler_requests",
+            "Requests in the scheduler by state.",
+            "state",
+            &requests,
+        )?;
+        let weights: Vec<_> =
+            engine.ranks.iter().map(|r| (r.rank.to_string(), r.weight_bytes as usize)).collect();
+        let weights: Vec<_> = weights.iter().map(|(rank, bytes)| (rank.as_str(), *bytes)).collect();
+        gauges(&mut encoder, "rank_weight_bytes", "Weights that a rank holds.", "rank", &weights)?;
+        self.encode_totals(&mut encoder)
+    }
+}
+
+impl Scrape {
+    fn encode_totals(&self, encoder: &mut DescriptorEncoder<'_>) -> std::fmt::Result {
+        let totals = &self.engine.totals;
+        let counters = [
+            ("scheduler_steps", "Steps planned.", totals.steps),
+            ("prompt_tokens", "Prompt tokens of admitted requests.", totals.prompt_tokens),
+            ("cached_tokens", "Prompt tokens whose KV came from the prefix cache.", totals.cached_tokens),
+            ("generated_tokens", "Tokens generated.", totals.generated_tokens),
+            ("computed_tokens", "Tokens that went through the model.", totals.computed_tokens),
+            ("retractions", "Requests put back because pages ran out.", totals.retractions),
+            ("evicted_pages", "Pages of cached prefixes given up.", totals.evicted_pages),
+            ("prefix_waits", "Admissions put off to share a prefix in flight.", totals.prefix_waits),
+        ];
+        for (name, help, value) in counters {
+            let metric = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+            ConstCounter::new(value).encode(metric)?;
+        }
+        Ok(())
+    }
+}
+
+fn gauge(encoder: &mut DescriptorEncoder<'_>, name: &str, help: &str, value: usize) -> std::fmt::Result {
+    let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+    ConstGauge::new(value as i64).encode(metric)
+}
+
+/// One gauge per value of `label`.
+fn gauges(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    label: &str,
+    values: &[(&str, usize)],
+) -> std::fmt::Result {
+    let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+    for &(value, number) in values {
+        let labels = [(label, value)];
+        ConstGauge::new(number as i64).encode(family.encode_family(&labels)?)?;
+    }
+    Ok(())
+}
