@@ -171,9 +171,22 @@ impl<B: Backend> Runner for ModelRunner<B> {
         let count = inputs.logit_tokens.len();
         if count > 0 {
             let local = self.backend.read(logits, count);
+            if cfg!(debug_assertions)
+                && local.iter().take(count * self.logits.local_vocab).any(|l| l.is_nan())
+            {
+                return Err(EngineError::Internal(format!(
+                    "logits of step {} are not numbers: a freed page was read, or the weights are broken",
+                    plan.step
+                )));
+            }
             self.logits.choose(&local, sampling, count, collective, &mut tokens)?;
         }
         self.launched.push_back(Launched { step: plan.step, tokens });
+        Ok(())
+    }
+
+    fn poison(&mut self, freed: &[PageId]) -> Result<()> {
+        self.backend.poison(&mut self.cache, freed);
         Ok(())
     }
 

@@ -228,7 +228,6 @@ fn scheduler_config(config: &RankConfig, num_pages: usize, context_max: usize) -
         reserve_percent: batching.reserve_percent,
         // A debug build catches whoever reads a page after it was freed.
         track_freed: cfg!(debug_assertions),
-        ..SchedulerConfig::default()
     }
 }
 
