@@ -11,7 +11,7 @@
 //! **Invariant:** `q - zero` and the product with an f16 scale are exact in f32, so an element is
 //! rounded once, to bf16, and any slice is equal to the slice of the whole.
 
-use crate::dequant::{Vectorised, bf16_bits, half_to_f32, vectorise};
+use crate::dequant::{self, Vectorised, bf16_bits, vectorise};
 use crate::error::Fault;
 use crate::storage::{StorageKind, TensorInfo};
 use crate::tensor::Piece;
@@ -19,8 +19,10 @@ use std::ops::Range;
 
 /// 4-bit numbers in a word.
 pub(crate) const PER_WORD: usize = 8;
-/// Output features that are unpacked together: two cache lines of GPTQ words.
-const TILE: usize = 32;
+/// Where an AWQ word keeps its eight numbers, by output feature.
+const AWQ_SHIFTS: [u32; PER_WORD] = [0, 16, 4, 20, 8, 24, 12, 28];
+/// Eights of output features that are unpacked together: a cache line of AWQ words.
+const TILE_EIGHTS: usize = 16;
 
 /// What belongs to a packed matrix besides its words.
 #[derive(Debug)]
@@ -43,7 +45,7 @@ pub(crate) enum Packing {
     /// Words `[in / 8, out]`.
     Gptq {
         /// Added to a stored zero, within four bits: 1 in the first format, 0 in the second.
-        zero_offset: u8,
+        zero_offset: u32,
     },
     /// Words `[in, out / 8]`.
     Awq,
@@ -79,7 +81,17 @@ impl Grouped {
         out: &mut [u8],
     ) -> Result<(), Fault> {
         let group_of = self.groups_of(bytes.listed, cols.clone())?;
-        vectorise(Unpack { grouped: self, bytes, out_features: info.rows(), rows, cols, group_of, out });
+        let words = bytes.words.as_chunks().0;
+        vectorise(Unpack {
+            grouped: self,
+            words,
+            bytes,
+            out_features: info.rows(),
+            rows,
+            cols,
+            group_of,
+            out,
+        });
         Ok(())
     }
 
@@ -103,64 +115,46 @@ impl Grouped {
         }
     }
 
-    /// Scale and zero of output features `first..first + width`, for every group in turn.
+    /// Scales and zeros of the eights of output features `eights`, for every group in turn.
     #[inline(always)]
-    fn tables(&self, bytes: &GroupedBytes, first: usize, width: usize, tables: &mut [Table]) {
-        let size = self.scales_kind.block_bytes();
-        let out_features = bytes.scales.len() / size / self.groups;
+    fn fill_tables(
+        &self,
+        bytes: &GroupedBytes,
+        out_features: usize,
+        eights: Range<usize>,
+        tables: &mut Vec<Table>,
+    ) {
+        tables.clear();
         let zeros = bytes.zeros.as_chunks::<4>().0;
-        for (group, table) in tables.iter_mut().enumerate() {
-            let start = group * out_features + first;
-            for i in 0..width {
-                table.scale[i] = scale_at(self.scales_kind, bytes.scales, start + i);
-            }
-            for (word, zeros) in
-                zeros[start / PER_WORD..].iter().zip(table.zero[..width].chunks_mut(PER_WORD))
-            {
-                let word = u32::from_le_bytes(*word);
-                for (feature, zero) in zeros.iter_mut().enumerate() {
-                    *zero = f32::from(match self.packing {
-                        Packing::Gptq { zero_offset } => (number_at(word, feature) + zero_offset) & 15,
-                        Packing::Awq => number_at(word, awq_position(feature)),
-                    });
+        for group in 0..self.groups {
+            for eight in eights.clone() {
+                let first = group * out_features + PER_WORD * eight;
+                let word = u32::from_le_bytes(zeros[first / PER_WORD]);
+                let mut table = Table { scale: [0.0; PER_WORD], zero: [0.0; PER_WORD] };
+                for i in 0..PER_WORD {
+                    table.scale[i] = dequant::plain(self.scales_kind, bytes.scales, first + i);
+                    let zero = match self.packing {
+                        Packing::Gptq { zero_offset } => (word >> (4 * i)) + zero_offset,
+                        Packing::Awq => word >> AWQ_SHIFTS[i],
+                    };
+                    table.zero[i] = (zero & 15) as f32;
                 }
+                tables.push(table);
             }
         }
     }
 }
 
-/// The 4-bit number at `position` of a word.
-#[inline(always)]
-fn number_at(word: u32, position: usize) -> u8 {
-    (word >> (4 * position) & 15) as u8
-}
-
-/// Where an AWQ word keeps the `feature`-th of its eight numbers.
-#[inline(always)]
-fn awq_position(feature: usize) -> usize {
-    feature / 2 + feature % 2 * 4
-}
-
-/// Scales and zeros of one group for a tile of output features.
-#[derive(Clone)]
+/// Scales and zeros of one group for eight output features.
 struct Table {
-    scale: [f32; TILE],
-    zero: [f32; TILE],
+    scale: [f32; PER_WORD],
+    zero: [f32; PER_WORD],
 }
 
-/// Element `index` of the scales, whose type was checked to be a plain float.
-#[inline(always)]
-fn scale_at(kind: StorageKind, scales: &[u8], index: usize) -> f32 {
-    match kind {
-        StorageKind::F32 => f32::from_le_bytes(scales.as_chunks::<4>().0[index]),
-        StorageKind::Bf16 => half::bf16::from_le_bytes(scales.as_chunks::<2>().0[index]).to_f32(),
-        _ => half_to_f32(u16::from_le_bytes(scales.as_chunks::<2>().0[index])),
-    }
-}
-
-/// [`Grouped::read`] as one vectorised loop.
+/// [`Grouped::read`] as one vectorised loop over squares of eight output by eight input features.
 struct Unpack<'a> {
     grouped: &'a Grouped,
+    words: &'a [[u8; 4]],
     bytes: &'a GroupedBytes<'a>,
     out_features: usize,
     rows: Range<usize>,
@@ -173,72 +167,99 @@ struct Unpack<'a> {
 impl Vectorised for Unpack<'_> {
     #[inline(always)]
     fn run(mut self) {
-        let mut tables = vec![Table { scale: [0.0; TILE], zero: [0.0; TILE] }; self.grouped.groups];
-        for tile in self.rows.start / TILE..self.rows.end.div_ceil(TILE) {
-            let first = tile * TILE;
-            let width = TILE.min(self.out_features - first);
-            self.grouped.tables(self.bytes, first, width, &mut tables);
-            for eight in self.cols.start / PER_WORD..self.cols.end.div_ceil(PER_WORD) {
-                let mut numbers = [[0u8; TILE]; PER_WORD];
-                self.numbers(eight, first, width, &mut numbers);
-                self.store(eight, first, &numbers, &tables);
+        let mut tables = Vec::new();
+        let (first, end) = (self.rows.start / PER_WORD, self.rows.end.div_ceil(PER_WORD));
+        for start in (first..end).step_by(TILE_EIGHTS) {
+            let eights = start..end.min(start + TILE_EIGHTS);
+            self.grouped.fill_tables(self.bytes, self.out_features, eights.clone(), &mut tables);
+            for col_eight in self.cols.start / PER_WORD..self.cols.end.div_ceil(PER_WORD) {
+                let lanes = self.tables_of(col_eight, eights.len());
+                for row_eight in eights.clone() {
+                    let numbers = self.numbers(row_eight, col_eight);
+                    self.store(row_eight, col_eight, &numbers, (&tables[row_eight - start..], &lanes));
+                }
             }
         }
     }
 }
 
 impl Unpack<'_> {
-    /// The stored numbers of input features `8*eight..` and output features `first..first + width`.
+    /// The stored numbers of a square, input features outside.
     #[inline(always)]
-    fn numbers(&self, eight: usize, first: usize, width: usize, out: &mut [[u8; TILE]; PER_WORD]) {
-        let words = self.bytes.words.as_chunks::<4>().0;
+    fn numbers(&self, row_eight: usize, col_eight: usize) -> [[u32; PER_WORD]; PER_WORD] {
+        let mut numbers = [[0u32; PER_WORD]; PER_WORD];
         match self.grouped.packing {
             Packing::Gptq { .. } => {
-                let start = eight * self.out_features + first;
-                let mut tile = [0u32; TILE];
-                for (word, stored) in tile.iter_mut().zip(&words[start..start + width]) {
-                    *word = u32::from_le_bytes(*stored);
-                }
-                for (lane, out) in out.iter_mut().enumerate() {
-                    for (number, word) in out.iter_mut().zip(&tile) {
-                        *number = number_at(*word, lane);
+                let start = col_eight * self.out_features + PER_WORD * row_eight;
+                let words = &self.words[start..start + PER_WORD];
+                for (lane, numbers) in numbers.iter_mut().enumerate() {
+                    for (number, word) in numbers.iter_mut().zip(words) {
+                        *number = u32::from_le_bytes(*word) >> (4 * lane) & 15;
                     }
                 }
             }
             Packing::Awq => {
-                for (lane, out) in out.iter_mut().enumerate() {
-                    let start = ((PER_WORD * eight + lane) * self.out_features + first) / PER_WORD;
-                    for (word, out) in words[start..].iter().zip(out[..width].as_chunks_mut::<PER_WORD>().0) {
-                        let word = u32::from_le_bytes(*word);
-                        *out = std::array::from_fn(|feature| number_at(word, awq_position(feature)));
+                for (lane, numbers) in numbers.iter_mut().enumerate() {
+                    let row_of_words = (PER_WORD * col_eight + lane) * (self.out_features / PER_WORD);
+                    let word = u32::from_le_bytes(self.words[row_of_words + row_eight]);
+                    for (number, shift) in numbers.iter_mut().zip(AWQ_SHIFTS) {
+                        *number = word >> shift & 15;
                     }
                 }
             }
         }
+        numbers
     }
 
-    /// Scales the numbers, rounds them and writes those that were asked for.
+    /// Where the tables of eight input features start, with `eights` of them for each group; any place
+    /// for features that were not asked for.
     #[inline(always)]
-    fn store(&mut self, eight: usize, first: usize, numbers: &[[u8; TILE]; PER_WORD], tables: &[Table]) {
-        let from = self.cols.start.saturating_sub(eight * PER_WORD);
-        let to = (self.cols.end - eight * PER_WORD).min(PER_WORD);
-        let start = eight * PER_WORD + from - self.cols.start;
-        let mut values = [[0u16; TILE]; PER_WORD];
-        for (lane, group) in (from..to).zip(&self.group_of[start..]) {
-            let Table { scale, zero } = &tables[*group];
-            for i in 0..TILE {
-                values[lane][i] = bf16_bits((f32::from(numbers[lane][i]) - zero[i]) * scale[i]);
+    fn tables_of(&self, col_eight: usize, eights: usize) -> [usize; PER_WORD] {
+        let mut starts = [0; PER_WORD];
+        for (lane, start) in starts.iter_mut().enumerate() {
+            let col = PER_WORD * col_eight + lane;
+            if self.cols.contains(&col) {
+                *start = self.group_of[col - self.cols.start] * eights;
             }
         }
-        let row_bytes = 2 * self.cols.len();
-        for row in self.rows.start.max(first)..self.rows.end.min(first + TILE) {
-            let lanes: [[u8; 2]; PER_WORD] =
-                std::array::from_fn(|lane| values[lane][row - first].to_le_bytes());
-            let at = (row - self.rows.start) * row_bytes + 2 * start;
-            if to - from == PER_WORD {
-                self.out[at..at + 2 * PER_WORD].copy_from_slice(lanes.as_flattened());
+        starts
+    }
+
+    /// Scales the numbers of a square, rounds them and writes those that were asked for.
+    #[inline(always)]
+    fn store(
+        &mut self,
+        row_eight: usize,
+        col_eight: usize,
+        numbers: &[[u32; PER_WORD]; PER_WORD],
+        (tables, lanes): (&[Table], &[usize; PER_WORD]),
+    ) {
+        let mut values = [[0u32; PER_WORD]; PER_WORD];
+        for lane in 0..PER_WORD {
+            let Table { scale, zero } = &tables[lanes[lane]];
+            for i in 0..PER_WORD {
+                values[lane][i] = bf16_bits((numbers[lane][i] as f32 - zero[i]) * scale[i]);
+            }
+        }
+        // Four lanes side by side in 64 bits transpose the square with few instructions.
+        let mut halves = [[0u64; PER_WORD]; 2];
+        for (half, lanes) in halves.iter_mut().zip(values.as_chunks::<4>().0) {
+            for (i, four) in half.iter_mut().enumerate() {
+                let (low, high) = (lanes[0][i] | lanes[1][i] << 16, lanes[2][i] | lanes[3][i] << 16);
+                *four = u64::from(low) | u64::from(high) << 32;
+            }
+        }
+        let cols = PER_WORD * col_eight..PER_WORD * (col_eight + 1);
+        let asked = self.cols.start.max(cols.start)..self.cols.end.min(cols.end);
+        for row in self.rows.start.max(PER_WORD * row_eight)..self.rows.end.min(PER_WORD * (row_eight + 1)) {
+            let i = row - PER_WORD * row_eight;
+            let lanes = (u128::from(halves[0][i]) | u128::from(halves[1][i]) << 64).to_le_bytes();
+            let at = 2 * ((row - self.rows.start) * self.cols.len() + asked.start - self.cols.start);
+            if asked == cols {
+                self.out[at..at + lanes.len()].copy_from_slice(&lanes);
             } else {
-                self.out[at..at + 2 * (to - from)].copy_from_slice(lanes[from..to].as_flattened());
+                let part = &lanes[2 * (asked.start - cols.start)..2 * (asked.end - cols.start)];
+                self.out[at..at + part.len()].copy_from_slice(part);
             }
         }
     }

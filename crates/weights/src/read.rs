@@ -60,9 +60,7 @@ impl ModelFiles {
             }
             Form::Scaled(scales) => {
                 let stored = (self.stored(&tensor.data), self.stored(&scales.data));
-                self.by_pieces(info, rows, |rows| {
-                    rows.for_each(|row| scales.append_row(info, stored, row, cols.clone(), out));
-                });
+                self.by_pieces(info, rows, |rows| scales.append(info, stored, (rows, cols.clone()), out));
             }
             Form::Grouped(grouped) => self.read_grouped(tensor, grouped, (rows, cols), out)?,
         }

@@ -4,7 +4,7 @@
 //! matrix, a row, or the 128x128 tiles of DeepSeek and Qwen3 checkpoints, whose last tiles may be
 //! smaller. Follows the checkpoints' own description (`weight_block_size` of their config).
 
-use crate::dequant::{self, float8};
+use crate::dequant::{self, Vectorised, float8, vectorise};
 use crate::storage::{StorageKind, TensorInfo};
 use crate::tensor::Piece;
 use std::ops::Range;
@@ -22,32 +22,45 @@ pub(crate) struct Scales {
 }
 
 impl Scales {
-    /// Appends columns `cols` of row `row` as bf16. `stored` and `scales` are the bytes of the matrix
+    /// Appends rows `rows` x columns `cols` as bf16. `stored` and `scales` are the bytes of the matrix
     /// and of its scales.
-    pub fn append_row(
+    pub fn append(
         &self,
         info: &TensorInfo,
         (stored, scales): (&[u8], &[u8]),
-        row: usize,
-        cols: Range<usize>,
+        (rows, cols): (Range<usize>, Range<usize>),
         out: &mut Vec<u8>,
     ) {
-        let first_scale = row / self.tile_rows * info.cols().div_ceil(self.tile_cols);
-        let stored = &stored[row * info.row_bytes()..];
-        let mut col = cols.start;
-        while col < cols.end {
-            let tile = col / self.tile_cols;
-            let end = cols.end.min((tile + 1).saturating_mul(self.tile_cols));
-            let scale = self.value(scales, first_scale + tile);
-            float8::append_scaled(info.stored, &stored[col..end], scale, out);
-            col = end;
-        }
+        vectorise(Append { layout: self, info, stored, scales, rows, cols, out });
     }
+}
 
-    fn value(&self, scales: &[u8], index: usize) -> f32 {
-        let size = self.kind.block_bytes();
-        let mut value = [0.0];
-        dequant::to_f32(self.kind, &scales[index * size..(index + 1) * size], &mut value);
-        value[0]
+/// [`Scales::append`] as one vectorised loop.
+struct Append<'a> {
+    layout: &'a Scales,
+    info: &'a TensorInfo,
+    stored: &'a [u8],
+    scales: &'a [u8],
+    rows: Range<usize>,
+    cols: Range<usize>,
+    out: &'a mut Vec<u8>,
+}
+
+impl Vectorised for Append<'_> {
+    #[inline(always)]
+    fn run(self) {
+        let Self { layout, info, stored, scales, rows, cols, out } = self;
+        for row in rows {
+            let first_scale = row / layout.tile_rows * info.cols().div_ceil(layout.tile_cols);
+            let stored = &stored[row * info.row_bytes()..];
+            let mut col = cols.start;
+            while col < cols.end {
+                let tile = col / layout.tile_cols;
+                let end = cols.end.min((tile + 1).saturating_mul(layout.tile_cols));
+                let scale = dequant::plain(layout.kind, scales, first_scale + tile);
+                float8::append_scaled(info.stored, &stored[col..end], scale, out);
+                col = end;
+            }
+        }
     }
 }

@@ -108,7 +108,6 @@ fn what_is_not_understood_is_refused_by_key() {
         (Gguf::model("llama").u32("llama.attention.head_count_kv", 3), "num_key_value_heads is 3"),
         (Gguf::model("llama").u32("llama.embedding_length", 9), "embedding_length is 9"),
         (Gguf::model("llama").texts("tokenizer.ggml.tokens", &["a"; 5]), "5 tokens"),
-        (Gguf::model("llama").u32("split.count", 2), "one of 2 parts"),
         (Gguf::model("llama").u32("general.alignment", 24), "a power of two"),
         (Gguf::model("qwen2").tensor("blk.0.attn_q_norm.weight", &[4], 0, vec![0; 16]), "attn_q_norm"),
         (

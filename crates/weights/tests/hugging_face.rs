@@ -148,6 +148,50 @@ fn links_spaces_and_other_scripts_in_paths() {
 }
 
 #[test]
+fn reading_needs_no_permission_to_write_and_leaves_no_trace() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = single();
+    let permit = |mode: u32| {
+        let set = |path: &Path, mode: u32| {
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+        };
+        for name in ["config.json", "model.safetensors"] {
+            set(&folder.path().join(name), mode & 0o444);
+        }
+        set(folder.path(), mode);
+    };
+    let listing = || {
+        let entries = std::fs::read_dir(folder.path()).unwrap().map(|entry| {
+            let entry = entry.unwrap();
+            (entry.file_name(), entry.metadata().unwrap().modified().unwrap())
+        });
+        let mut entries: Vec<_> = entries.collect();
+        entries.sort();
+        entries
+    };
+    permit(0o555);
+    let before = listing();
+    let files = ModelFiles::open(folder.path()).unwrap();
+    files.read_rows(UP, 0..3, 0..4, &mut Vec::new()).unwrap();
+    files.release(UP);
+    drop(files);
+    assert_eq!(listing(), before);
+    permit(0o755);
+}
+
+#[test]
+fn a_link_that_leads_nowhere_is_named() {
+    let folder = single();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::remove_file(folder.path().join(name)).unwrap();
+        std::os::unix::fs::symlink("gone", folder.path().join(name)).unwrap();
+        assert!(error(folder.path()).contains(name));
+        std::fs::remove_file(folder.path().join(name)).unwrap();
+        std::fs::write(folder.path().join(name), llama_json().to_string()).unwrap();
+    }
+}
+
+#[test]
 fn folders_without_safetensors_say_what_they_hold() {
     let folder = Folder::new();
     assert!(error(folder.path()).contains("holds no weights"));

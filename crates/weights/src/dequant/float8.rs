@@ -1,7 +1,7 @@
 //! Eight-bit floats of the Open Compute Project's specification (OFP8): E4M3 (no infinities, one
 //! NaN) and E5M2 (the upper half of an f16).
 
-use super::{Vectorised, half_to_f32, round_bf16, vectorise};
+use super::{append_rounded, half_to_f32};
 use crate::storage::StorageKind;
 
 /// Elements that are decoded to f32 before they are rounded.
@@ -12,40 +12,25 @@ const CHUNK: usize = 512;
 ///
 /// # Panics
 /// When `kind` is not an eight-bit float.
-pub(crate) fn append_scaled(kind: StorageKind, bytes: &[u8], scale: f32, out: &mut Vec<u8>) {
-    let start = out.len();
-    out.resize(start + 2 * bytes.len(), 0);
-    vectorise(Scaled { kind, bytes, scale, out: &mut out[start..] });
-}
-
-struct Scaled<'a> {
-    kind: StorageKind,
-    bytes: &'a [u8],
-    scale: f32,
-    out: &'a mut [u8],
-}
-
-impl Vectorised for Scaled<'_> {
-    #[inline(always)]
-    fn run(self) {
-        let Self { kind, bytes, scale, out } = self;
-        let mut values = [0.0f32; CHUNK];
-        for (bytes, out) in bytes.chunks(CHUNK).zip(out.chunks_mut(2 * CHUNK)) {
-            let values = &mut values[..bytes.len()];
-            match kind {
-                StorageKind::Fp8E4m3 => decode(bytes, values, |b| e4m3(b) * scale),
-                StorageKind::Fp8E5m2 => decode(bytes, values, |b| e5m2(b) * scale),
-                other => unreachable!("{other} is not an eight-bit float"),
-            }
-            round_bf16(values, out);
-        }
-    }
-}
-
 #[inline(always)]
-fn decode(bytes: &[u8], values: &mut [f32], value: impl Fn(u8) -> f32) {
-    for (out, byte) in values.iter_mut().zip(bytes) {
-        *out = value(*byte);
+pub(crate) fn append_scaled(kind: StorageKind, bytes: &[u8], scale: f32, out: &mut Vec<u8>) {
+    let mut values = [0.0f32; CHUNK];
+    for bytes in bytes.chunks(CHUNK) {
+        let values = &mut values[..bytes.len()];
+        match kind {
+            StorageKind::Fp8E4m3 => {
+                for (value, bits) in values.iter_mut().zip(bytes) {
+                    *value = e4m3(*bits) * scale;
+                }
+            }
+            StorageKind::Fp8E5m2 => {
+                for (value, bits) in values.iter_mut().zip(bytes) {
+                    *value = e5m2(*bits) * scale;
+                }
+            }
+            other => unreachable!("{other} is not an eight-bit float"),
+        }
+        append_rounded(values, out);
     }
 }
 

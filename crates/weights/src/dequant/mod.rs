@@ -4,8 +4,9 @@
 //! association, so results are equal to its reference bit for bit. [`blocks`] has the formats of
 //! 32 elements, [`super_blocks`] those of 256, [`float8`] the eight-bit floats.
 //!
-//! Everything is scalar code over fixed-size arrays, which the compiler vectorises; on x86-64 the
-//! same code is compiled a second time for AVX2. **Invariant:** both give the same bits, because
+//! Everything is scalar code in loops over fixed-size arrays, which the compiler vectorises; on
+//! x86-64 the same code is compiled a second time for AVX2. Hot loops call neither closures nor
+//! `array::map`: what is not inlined is compiled without AVX2. **Invariant:** both give the same bits, because
 //! Rust never contracts or reorders float operations.
 
 mod blocks;
@@ -57,59 +58,65 @@ pub(crate) fn vectorise<V: Vectorised>(work: V) {
 /// # Panics
 /// When `bytes` are not whole blocks of `kind` that hold `cut`.
 pub(crate) fn append_bf16(kind: StorageKind, bytes: &[u8], cut: Range<usize>, out: &mut Vec<u8>) {
-    let start = out.len();
-    out.resize(start + 2 * cut.len(), 0);
-    vectorise(ToBf16 { kind, bytes, cut, out: &mut out[start..] });
+    let end = out.len() + 2 * cut.len();
+    vectorise(AppendBf16 { kind, bytes, cut, out });
+    assert_eq!(out.len(), end, "the blocks hold the cut");
 }
 
-/// Fills `out`, two bytes for each element of `cut`, chunk by chunk.
-struct ToBf16<'a> {
+/// [`append_bf16`], chunk by chunk.
+struct AppendBf16<'a> {
     kind: StorageKind,
     bytes: &'a [u8],
     cut: Range<usize>,
-    out: &'a mut [u8],
+    out: &'a mut Vec<u8>,
 }
 
-impl Vectorised for ToBf16<'_> {
+impl Vectorised for AppendBf16<'_> {
     #[inline(always)]
     fn run(self) {
         let Self { kind, bytes, cut, out } = self;
         let chunk_bytes = CHUNK / kind.block_len() * kind.block_bytes();
         let mut unpacked = [0.0f32; CHUNK];
-        let mut done = 0;
         for (index, bytes) in bytes.chunks(chunk_bytes).enumerate() {
             let first = index * CHUNK;
             let len = bytes.len() / kind.block_bytes() * kind.block_len();
             unpack(kind, bytes, &mut unpacked[..len]);
             let from = cut.start.saturating_sub(first).min(len);
             let to = cut.end.saturating_sub(first).min(len);
-            let part = &unpacked[from..to];
-            round_bf16(part, &mut out[done..done + 2 * part.len()]);
-            done += 2 * part.len();
+            append_rounded(&unpacked[from..to], out);
         }
-        assert_eq!(done, out.len(), "the blocks hold the cut");
     }
+}
+
+/// Calls a function of `(&[u8; B], &mut [f32; N])` for each block of `B` bytes and `N` elements.
+///
+/// A macro, because a function that is passed as a value is compiled on its own, without the wider
+/// vectors of the caller.
+macro_rules! each {
+    ($bytes:expr, $out:expr, $unpack:path) => {
+        for (block, values) in $bytes.as_chunks().0.iter().zip($out.as_chunks_mut().0) {
+            $unpack(block, values);
+        }
+    };
 }
 
 #[inline(always)]
 fn unpack(kind: StorageKind, bytes: &[u8], out: &mut [f32]) {
     match kind {
-        StorageKind::F32 => each(bytes, out, |b: &[u8; 4], o: &mut [f32; 1]| o[0] = f32::from_le_bytes(*b)),
-        StorageKind::F16 => each(bytes, out, |b: &[u8; 2], o: &mut [f32; 1]| o[0] = half_at(b, 0)),
-        StorageKind::Bf16 => {
-            each(bytes, out, |b: &[u8; 2], o: &mut [f32; 1]| o[0] = bf16::from_le_bytes(*b).to_f32())
-        }
-        StorageKind::Q4_0 => each(bytes, out, blocks::q4_0),
-        StorageKind::Q4_1 => each(bytes, out, blocks::q4_1),
-        StorageKind::Q5_0 => each(bytes, out, blocks::q5_0),
-        StorageKind::Q5_1 => each(bytes, out, blocks::q5_1),
-        StorageKind::Q8_0 => each(bytes, out, blocks::q8_0),
-        StorageKind::Iq4Nl => each(bytes, out, blocks::iq4_nl),
-        StorageKind::Q2K => each(bytes, out, super_blocks::q2_k),
-        StorageKind::Q3K => each(bytes, out, super_blocks::q3_k),
-        StorageKind::Q4K => each(bytes, out, super_blocks::q4_k),
-        StorageKind::Q5K => each(bytes, out, super_blocks::q5_k),
-        StorageKind::Q6K => each(bytes, out, super_blocks::q6_k),
+        StorageKind::F32 => each!(bytes, out, plain_f32),
+        StorageKind::F16 => each!(bytes, out, plain_f16),
+        StorageKind::Bf16 => each!(bytes, out, plain_bf16),
+        StorageKind::Q4_0 => each!(bytes, out, blocks::q4_0),
+        StorageKind::Q4_1 => each!(bytes, out, blocks::q4_1),
+        StorageKind::Q5_0 => each!(bytes, out, blocks::q5_0),
+        StorageKind::Q5_1 => each!(bytes, out, blocks::q5_1),
+        StorageKind::Q8_0 => each!(bytes, out, blocks::q8_0),
+        StorageKind::Iq4Nl => each!(bytes, out, blocks::iq4_nl),
+        StorageKind::Q2K => each!(bytes, out, super_blocks::q2_k),
+        StorageKind::Q3K => each!(bytes, out, super_blocks::q3_k),
+        StorageKind::Q4K => each!(bytes, out, super_blocks::q4_k),
+        StorageKind::Q5K => each!(bytes, out, super_blocks::q5_k),
+        StorageKind::Q6K => each!(bytes, out, super_blocks::q6_k),
         StorageKind::Fp8E4m3 | StorageKind::Fp8E5m2 | StorageKind::Gptq4 | StorageKind::Awq4 => {
             unreachable!("{kind} has scales in other tensors and readers of its own")
         }
@@ -117,22 +124,39 @@ fn unpack(kind: StorageKind, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Writes `values` as little-endian bf16; `out` has two bytes for each.
 #[inline(always)]
-pub(crate) fn round_bf16(values: &[f32], out: &mut [u8]) {
-    for (bytes, value) in out.as_chunks_mut::<2>().0.iter_mut().zip(values) {
-        *bytes = bf16_bits(*value).to_le_bytes();
+fn plain_f32(bytes: &[u8; 4], out: &mut [f32; 1]) {
+    out[0] = f32::from_le_bytes(*bytes);
+}
+
+#[inline(always)]
+fn plain_f16(bytes: &[u8; 2], out: &mut [f32; 1]) {
+    out[0] = half_at(bytes, 0);
+}
+
+#[inline(always)]
+fn plain_bf16(bytes: &[u8; 2], out: &mut [f32; 1]) {
+    out[0] = bf16::from_le_bytes(*bytes).to_f32();
+}
+
+/// Appends `values` as little-endian bf16. For a few thousand at a time: they are written twice.
+#[inline(always)]
+fn append_rounded(values: &[f32], out: &mut Vec<u8>) {
+    let start = out.len();
+    out.resize(start + 2 * values.len(), 0);
+    for (bytes, value) in out[start..].as_chunks_mut::<2>().0.iter_mut().zip(values) {
+        *bytes = (bf16_bits(*value) as u16).to_le_bytes();
     }
 }
 
-/// The bf16 nearest to `value`, ties to even; NaN stays a (quiet) NaN. Without branches, so that a
-/// loop of it vectorises.
+/// The bits of the bf16 nearest to `value`, ties to even; NaN stays a (quiet) NaN. Without branches
+/// and as wide as its argument, so that a loop of it vectorises.
 #[inline(always)]
-pub(crate) fn bf16_bits(value: f32) -> u16 {
+pub(crate) fn bf16_bits(value: f32) -> u32 {
     let bits = value.to_bits();
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     let quiet = (bits >> 16) | 0x40;
-    (if value.is_nan() { quiet } else { rounded }) as u16
+    if value.is_nan() { quiet } else { rounded }
 }
 
 /// The value of the f16 with these bits, exactly; NaN stays a NaN.
@@ -150,15 +174,17 @@ pub(crate) fn half_to_f32(bits: u16) -> f32 {
     f32::from_bits(sign | magnitude)
 }
 
-/// Calls `unpack` for each block of `B` bytes and `N` elements.
+/// Element `index` of plain floats.
+///
+/// # Panics
+/// When `kind` is not one, or there is no such element.
 #[inline(always)]
-fn each<const B: usize, const N: usize>(
-    bytes: &[u8],
-    out: &mut [f32],
-    unpack: impl Fn(&[u8; B], &mut [f32; N]),
-) {
-    for (block, values) in bytes.as_chunks::<B>().0.iter().zip(out.as_chunks_mut::<N>().0) {
-        unpack(block, values);
+pub(crate) fn plain(kind: StorageKind, bytes: &[u8], index: usize) -> f32 {
+    match kind {
+        StorageKind::F32 => f32::from_le_bytes(bytes.as_chunks::<4>().0[index]),
+        StorageKind::F16 => half_to_f32(u16::from_le_bytes(bytes.as_chunks::<2>().0[index])),
+        StorageKind::Bf16 => bf16::from_le_bytes(bytes.as_chunks::<2>().0[index]).to_f32(),
+        other => unreachable!("{other} is not a plain float"),
     }
 }
 
@@ -179,7 +205,7 @@ mod tests {
         let ties = (0..=0xffffu32).flat_map(|high| [0x7fff, 0x8000, 0x8001].map(|low| (high << 16) | low));
         for bits in steps.chain(ties) {
             let value = f32::from_bits(bits);
-            assert_eq!(bf16_bits(value), bf16::from_f32(value).to_bits(), "{bits:#x}");
+            assert_eq!(bf16_bits(value) as u16, bf16::from_f32(value).to_bits(), "{bits:#x}");
         }
     }
 
