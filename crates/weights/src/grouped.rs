@@ -131,13 +131,15 @@ impl Grouped {
                 let first = group * out_features + PER_WORD * eight;
                 let word = u32::from_le_bytes(zeros[first / PER_WORD]);
                 let mut table = Table { scale: [0.0; PER_WORD], zero: [0.0; PER_WORD] };
-                for i in 0..PER_WORD {
-                    table.scale[i] = dequant::plain(self.scales_kind, bytes.scales, first + i);
-                    let zero = match self.packing {
+                for (i, scale) in table.scale.iter_mut().enumerate() {
+                    *scale = dequant::plain(self.scales_kind, bytes.scales, first + i);
+                }
+                for (i, zero) in table.zero.iter_mut().enumerate() {
+                    let number = match self.packing {
                         Packing::Gptq { zero_offset } => (word >> (4 * i)) + zero_offset,
                         Packing::Awq => word >> AWQ_SHIFTS[i],
                     };
-                    table.zero[i] = (zero & 15) as f32;
+                    *zero = (number & 15) as f32;
                 }
                 tables.push(table);
             }

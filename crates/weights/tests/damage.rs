@@ -4,6 +4,8 @@
 mod common;
 
 use common::{Folder, Gguf, Random, f32_bytes, llama_json, safetensors, with_header};
+use lockstep_testkit::safetensors::encode_stored;
+use lockstep_testkit::safetensors::quantised::{self, Fp8Scales, GptqZeros, Groups};
 use lockstep_weights::{ModelFiles, WeightsError};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -180,9 +182,14 @@ fn use_all(files: &ModelFiles) {
 
 /// Opens mutations of `good`; returns how many still opened.
 fn survive(good: &[u8], seed: u64, rounds: usize, file: &str, target: &str) -> usize {
-    println!("seed {seed}");
     let folder = Folder::new();
     folder.write("config.json", llama_json().to_string());
+    survive_in(&folder, good, seed, rounds, (file, target))
+}
+
+/// [`survive`] in a folder that has its config.
+fn survive_in(folder: &Folder, good: &[u8], seed: u64, rounds: usize, (file, target): (&str, &str)) -> usize {
+    println!("seed {seed}");
     let mut random = Random(seed);
     let mut opened = 0;
     for _ in 0..rounds {
@@ -219,4 +226,37 @@ fn mutated_safetensors_never_panic_or_allocate_what_they_claim() {
     let good = safetensors(&[("a", "F32", &[2, 3], f32_bytes([1.0; 6])), ("b", "BF16", &[3], vec![0; 6])]);
     let opened = survive(&good, 0x5afe, 3_000, "model.safetensors", ".");
     assert!((75..2_925).contains(&opened), "{opened}");
+}
+
+#[test]
+fn mutated_experts_never_panic_or_allocate_what_they_claim() {
+    let gguf = Gguf::model("qwen3moe")
+        .u32("qwen3moe.expert_count", 3)
+        .u32("qwen3moe.expert_used_count", 2)
+        .u32("qwen3moe.expert_feed_forward_length", 4)
+        .tensor("blk.0.ffn_gate_exps.weight", &[3, 4, 8], 0, vec![1; 384])
+        .tensor("blk.0.ffn_up_exps.weight", &[3, 2, 32], 20, vec![7; 3 * 2 * 18]);
+    let opened = survive(&gguf.bytes(), 0xe9e7, 2_000, "m.gguf", "m.gguf");
+    assert!((100..1_900).contains(&opened), "{opened}");
+}
+
+#[test]
+fn mutated_quantised_checkpoints_never_panic_or_allocate_what_they_claim() {
+    let mut random = lockstep_testkit::random::Random::new(5);
+    let gptq = quantised::gptq("m", (16, 32), 16, (Groups::Listed, GptqZeros::LessOne), &mut random).stored;
+    let awq = quantised::awq("m", (16, 32), 16, &mut random).stored;
+    let fp8 = quantised::fp8("m", (16, 32), Fp8Scales::Tiles(8, 8), &mut random).stored;
+    for (tensors, quantization) in [
+        (gptq, serde_json::json!({"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": true})),
+        (awq, serde_json::json!({"quant_method": "awq", "bits": 4, "group_size": 16})),
+        (fp8, serde_json::json!({"quant_method": "fp8", "weight_block_size": [8, 8]})),
+    ] {
+        let folder = Folder::new();
+        let mut config = llama_json();
+        config["quantization_config"] = quantization;
+        folder.write("config.json", config.to_string());
+        let good = encode_stored(&tensors);
+        let opened = survive_in(&folder, &good, 0x9a11, 700, ("model.safetensors", "."));
+        assert!((30..680).contains(&opened), "{opened}");
+    }
 }

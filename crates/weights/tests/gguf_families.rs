@@ -222,10 +222,19 @@ fn experts_of_a_layer_become_matrices_under_hugging_face_names() {
 
     let flag = gguf.clone().raw("qwen3moe.expert_weights_norm", 7, &[0]);
     assert!(!config(&flag).moe.unwrap().norm_topk_prob);
-    let mut rank3 = qwen3moe().u32("qwen3moe.expert_gating_func", 2);
-    assert!(open(&rank3).unwrap_err().contains("expert_gating_func"));
-    rank3 = qwen3moe().u32("qwen3moe.expert_used_count", 4);
-    assert!(open(&rank3).unwrap_err().contains("num_experts_per_tok"));
+    for (shape, expected) in [
+        ([2, 4, 8].as_slice(), "expected 3 (expert_count), found 2"),
+        (&[4, 8], "three dimensions, found [4, 8]"),
+    ] {
+        let bytes = vec![0; 4 * shape.iter().product::<u64>() as usize];
+        let message = open(&qwen3moe().tensor("blk.1.ffn_up_exps.weight", shape, 0, bytes)).unwrap_err();
+        assert!(message.contains("ffn_up_exps") && message.contains(expected), "{message}");
+    }
+    assert!(open(&qwen3moe().u32("qwen3moe.expert_count", 1 << 20)).unwrap_err().contains("at most 4096"));
+    let mut other = qwen3moe().u32("qwen3moe.expert_gating_func", 2);
+    assert!(open(&other).unwrap_err().contains("expert_gating_func"));
+    other = qwen3moe().u32("qwen3moe.expert_used_count", 4);
+    assert!(open(&other).unwrap_err().contains("num_experts_per_tok"));
 }
 
 #[test]

@@ -30,6 +30,8 @@ const ARCHITECTURES: [Family; 7] = [
 
 /// Most layers a file may claim (a 405B model: 126).
 const LAYERS_MAX: usize = 1 << 14;
+/// Most experts a file may claim (a trillion-parameter model: 384).
+const EXPERTS_MAX: usize = 1 << 12;
 /// Layers of the 27B models, by which llama.cpp knows them.
 const GEMMA2_27B_LAYERS: usize = 46;
 const GEMMA3_27B_LAYERS: usize = 62;
@@ -171,8 +173,12 @@ impl Reader<'_> {
         if self.switch("expert_gating_func")?.is_some_and(|f| f != SOFTMAX) {
             return Err(self.unsupported("expert_gating_func", "only 1 (softmax)"));
         }
+        let num_experts = self.count("expert_count")?;
+        if num_experts > EXPERTS_MAX {
+            return Err(self.bad("expert_count", &format!("at most {EXPERTS_MAX}")));
+        }
         config.moe = Some(MoeConfig {
-            num_experts: self.count("expert_count")?,
+            num_experts,
             experts_per_token: self.count("expert_used_count")?,
             expert_intermediate_size: self.count("expert_feed_forward_length")?,
             norm_topk_prob: self.metadata.flag(&self.key("expert_weights_norm")).unwrap_or(true),

@@ -83,9 +83,15 @@ fn tensors(
 
 /// What the model sees of one tensor of the file.
 fn present(raw: RawTensor, config: &ModelConfig) -> Result<Vec<(String, Tensor)>, Fault> {
-    if let Some((layer, projection)) = names::experts(&raw.name)
-        && let [experts, rows, cols] = raw.info.shape[..]
-    {
+    if let (Some((layer, projection)), Some(moe)) = (names::experts(&raw.name), &config.moe) {
+        let [experts, rows, cols] = raw.info.shape[..] else {
+            let found = format!("{:?}", raw.info.shape);
+            return Err(Fault::new(format!("shape of tensor {}", raw.name), "three dimensions", found));
+        };
+        if experts != moe.num_experts {
+            let expected = format!("{} (expert_count)", moe.num_experts);
+            return Err(Fault::new(format!("experts of tensor {}", raw.name), expected, experts.to_string()));
+        }
         let bytes = |expert: usize| -> Range<usize> {
             let len = raw.bytes.len() / experts;
             raw.bytes.start + expert * len..raw.bytes.start + (expert + 1) * len
