@@ -55,6 +55,37 @@ fn logits_do_not_depend_on_how_they_are_computed() {
     }
 }
 
+/// One model of each kind of layer, with KV heads that are replicated at tp 4 and 8 and a vocabulary
+/// that no tp size divides.
+#[test]
+fn every_family_is_bit_equal_too() {
+    let temp = TempDir::new("bit-equality-families");
+    for name in [
+        "rand_mistral_window",
+        "rand_qwen2_window",
+        "rand_qwen3_window",
+        "rand_phi3_longrope",
+        "rand_gemma2",
+        "rand_gemma3",
+        "rand_qwen3_moe",
+        "rand_qwen3_moe_sparse_step",
+    ] {
+        let fixture = Fixture::named(name);
+        let folder = fixture.write_into(temp.path());
+        let prompts = prompts();
+        let (whole, mixed) = (one_by_one(&prompts, usize::MAX >> 1), interleaved(&prompts));
+        let base = run(&folder, Layout::default(), &prompts, &whole);
+        let chunked =
+            run(&folder, Layout { page_size: 3, ..Layout::default() }, &prompts, &one_by_one(&prompts, 7));
+        assert_equal(&base, &chunked, &format!("{name}, chunk 7, page size 3"));
+        for tp in [1, 2, 4, 8] {
+            assert!(fixture.expect.tp_sizes.contains(&tp));
+            let layout = Layout { tp, threads: if tp == 1 { 2 } else { 1 }, page_size: 16 };
+            assert_equal(&base, &run(&folder, layout, &prompts, &mixed), &format!("{name}, mixed, tp {tp}"));
+        }
+    }
+}
+
 #[test]
 fn odd_tp_sizes_agree_within_the_bound() {
     let temp = TempDir::new("odd-tp");

@@ -6,7 +6,7 @@ use lockstep_comm::collective::Collective;
 use lockstep_comm::shm::{SharedRegion, ShmCollective, ShmLayout, ShmOptions};
 use lockstep_core::ParallelInfo;
 use lockstep_core::shard::HeadShard;
-use lockstep_model::{Decoder, ForwardInput, Loader, ShardBytes, WeightSource, Workspace};
+use lockstep_model::{Decoder, ForwardInput, Loader, ModelRules, ShardBytes, WeightSource, Workspace};
 use lockstep_weights::ModelFiles;
 use std::path::Path;
 use std::sync::Arc;
@@ -62,8 +62,18 @@ pub fn interleaved(prompts: &[Vec<u32>]) -> Vec<Vec<Row>> {
     steps
 }
 
-/// Runs `steps` over the group; panics when anything fails.
+/// Runs `steps` over a group that loads `folder`; panics when anything fails.
 pub fn run(folder: &Path, layout: Layout, prompts: &[Vec<u32>], steps: &[Vec<Row>]) -> Logits {
+    run_source(&ModelFiles::open(folder).unwrap(), layout, prompts, steps)
+}
+
+/// Runs `steps` over a group that loads from `source`; panics when anything fails.
+pub fn run_source<S: WeightSource + Sync>(
+    source: &S,
+    layout: Layout,
+    prompts: &[Vec<u32>],
+    steps: &[Vec<Row>],
+) -> Logits {
     let shared = SharedRegion::create(ShmLayout::new(layout.tp, 1 << 16).unwrap()).unwrap();
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..layout.tp)
@@ -72,7 +82,7 @@ pub fn run(folder: &Path, layout: Layout, prompts: &[Vec<u32>], steps: &[Vec<Row
                 let options = ShmOptions { ranks_share_cores: true, ..ShmOptions::for_ranks(layout.tp) };
                 scope.spawn(move || {
                     let collective = ShmCollective::new(region, rank, options).unwrap();
-                    Rank::load(folder, layout, rank, prompts).run(&collective, prompts, steps)
+                    Rank::load(source, layout, rank, prompts).run(&collective, prompts, steps)
                 })
             })
             .collect();
@@ -93,17 +103,16 @@ struct Rank {
 }
 
 impl Rank {
-    fn load(folder: &Path, layout: Layout, rank: usize, prompts: &[Vec<u32>]) -> Self {
-        let files = ModelFiles::open(folder).unwrap();
-        let model = files.config();
+    fn load(source: &dyn WeightSource, layout: Layout, rank: usize, prompts: &[Vec<u32>]) -> Self {
+        let model = source.config();
         let backend =
             CpuBackend::new(CpuOptions { threads: layout.threads, ..CpuOptions::default() }).unwrap();
         let parallel = ParallelInfo::tensor_parallel(rank, layout.tp);
-        let loader = Loader::new(&files, &backend, parallel, None, &|_, _| {});
+        let loader = Loader::new(source, &backend, parallel, None, &|_, _| {});
         let longest = prompts.iter().map(Vec::len).max().unwrap();
         let decoder = Decoder::load(&loader, longest).unwrap();
-        let dtype = WeightSource::dtype_of(&files, "model.embed_tokens.weight").unwrap();
-        assert_eq!(loader.packed_bytes() as usize, ShardBytes::new(model, parallel, dtype).total());
+        let bytes = ShardBytes::of(&ModelRules::new(model), parallel, |tensor| source.dtype_of(tensor));
+        assert_eq!(loader.packed_bytes() as usize, bytes.total());
         let tokens: usize = prompts.iter().map(Vec::len).sum();
         let work = Workspace::new(&backend, model, parallel, tokens, tokens).unwrap();
         let mut pages = vec![Vec::new(); prompts.len()];
