@@ -82,16 +82,12 @@ impl Grouped {
     ) -> Result<(), Fault> {
         let group_of = self.groups_of(bytes.listed, cols.clone())?;
         let words = bytes.words.as_chunks().0;
-        vectorise(Unpack {
-            grouped: self,
-            words,
-            bytes,
-            out_features: info.rows(),
-            rows,
-            cols,
-            group_of,
-            out,
-        });
+        let unpack =
+            Unpack { grouped: self, words, bytes, out_features: info.rows(), rows, cols, group_of, out };
+        match self.packing {
+            Packing::Gptq { .. } => vectorise(Packed::<false>(unpack)),
+            Packing::Awq => vectorise(Packed::<true>(unpack)),
+        }
         Ok(())
     }
 
@@ -147,13 +143,27 @@ impl Grouped {
     }
 }
 
+/// Numbers of eight input by eight output features. Signed, as only those become floats in one
+/// instruction.
+type Square = [[i32; PER_WORD]; PER_WORD];
+
 /// Scales and zeros of one group for eight output features.
 struct Table {
     scale: [f32; PER_WORD],
     zero: [f32; PER_WORD],
 }
 
-/// [`Grouped::read`] as one vectorised loop over squares of eight output by eight input features.
+/// [`Grouped::read`] for one packing, so that its inner loop does not ask which.
+struct Packed<'a, const AWQ: bool>(Unpack<'a>);
+
+impl<const AWQ: bool> Vectorised for Packed<'_, AWQ> {
+    #[inline(always)]
+    fn run(self) {
+        self.0.run::<AWQ>();
+    }
+}
+
+/// A loop over squares of eight output by eight input features.
 struct Unpack<'a> {
     grouped: &'a Grouped,
     words: &'a [[u8; 4]],
@@ -166,9 +176,9 @@ struct Unpack<'a> {
     out: &'a mut [u8],
 }
 
-impl Vectorised for Unpack<'_> {
+impl Unpack<'_> {
     #[inline(always)]
-    fn run(mut self) {
+    fn run<const AWQ: bool>(mut self) {
         let mut tables = Vec::new();
         let (first, end) = (self.rows.start / PER_WORD, self.rows.end.div_ceil(PER_WORD));
         for start in (first..end).step_by(TILE_EIGHTS) {
@@ -177,37 +187,37 @@ impl Vectorised for Unpack<'_> {
             for col_eight in self.cols.start / PER_WORD..self.cols.end.div_ceil(PER_WORD) {
                 let lanes = self.tables_of(col_eight, eights.len());
                 for row_eight in eights.clone() {
-                    let numbers = self.numbers(row_eight, col_eight);
+                    let numbers =
+                        if AWQ { self.awq(row_eight, col_eight) } else { self.gptq(row_eight, col_eight) };
                     self.store(row_eight, col_eight, &numbers, (&tables[row_eight - start..], &lanes));
                 }
             }
         }
     }
-}
 
-impl Unpack<'_> {
     /// The stored numbers of a square, input features outside.
     #[inline(always)]
-    fn numbers(&self, row_eight: usize, col_eight: usize) -> [[u32; PER_WORD]; PER_WORD] {
-        let mut numbers = [[0u32; PER_WORD]; PER_WORD];
-        match self.grouped.packing {
-            Packing::Gptq { .. } => {
-                let start = col_eight * self.out_features + PER_WORD * row_eight;
-                let words = &self.words[start..start + PER_WORD];
-                for (lane, numbers) in numbers.iter_mut().enumerate() {
-                    for (number, word) in numbers.iter_mut().zip(words) {
-                        *number = u32::from_le_bytes(*word) >> (4 * lane) & 15;
-                    }
-                }
+    fn gptq(&self, row_eight: usize, col_eight: usize) -> Square {
+        let mut numbers = [[0; PER_WORD]; PER_WORD];
+        let start = col_eight * self.out_features + PER_WORD * row_eight;
+        let words = &self.words[start..start + PER_WORD];
+        for (lane, numbers) in numbers.iter_mut().enumerate() {
+            for (number, word) in numbers.iter_mut().zip(words) {
+                *number = (u32::from_le_bytes(*word) >> (4 * lane) & 15) as i32;
             }
-            Packing::Awq => {
-                for (lane, numbers) in numbers.iter_mut().enumerate() {
-                    let row_of_words = (PER_WORD * col_eight + lane) * (self.out_features / PER_WORD);
-                    let word = u32::from_le_bytes(self.words[row_of_words + row_eight]);
-                    for (number, shift) in numbers.iter_mut().zip(AWQ_SHIFTS) {
-                        *number = word >> shift & 15;
-                    }
-                }
+        }
+        numbers
+    }
+
+    /// The stored numbers of a square, input features outside.
+    #[inline(always)]
+    fn awq(&self, row_eight: usize, col_eight: usize) -> Square {
+        let mut numbers = [[0; PER_WORD]; PER_WORD];
+        for (lane, numbers) in numbers.iter_mut().enumerate() {
+            let row_of_words = (PER_WORD * col_eight + lane) * (self.out_features / PER_WORD);
+            let word = u32::from_le_bytes(self.words[row_of_words + row_eight]);
+            for (number, shift) in numbers.iter_mut().zip(AWQ_SHIFTS) {
+                *number = (word >> shift & 15) as i32;
             }
         }
         numbers
@@ -233,7 +243,7 @@ impl Unpack<'_> {
         &mut self,
         row_eight: usize,
         col_eight: usize,
-        numbers: &[[u32; PER_WORD]; PER_WORD],
+        numbers: &Square,
         (tables, lanes): (&[Table], &[usize; PER_WORD]),
     ) {
         let mut values = [[0u32; PER_WORD]; PER_WORD];
