@@ -62,16 +62,16 @@ impl ModelRules {
 
 impl LayerRules {
     fn new(config: &ModelConfig, layer: usize) -> Self {
-        let layout = families::layout(config);
+        let (layout, norms) = (families::layout(config), families::norms(config));
         let prefix = format!("model.layers.{layer}");
         let norm = |name: &str| norm::rule(&format!("{prefix}.{name}"), config.hidden_size);
         Self {
-            input_norm: norm(layout.norms.input),
+            input_norm: norm(norms.input),
             attention: AttentionRules::new(config, layout, &format!("{prefix}.self_attn")),
-            attention_output_norm: layout.norms.attention_output.map(norm),
-            mlp_input_norm: norm(layout.norms.mlp_input),
+            attention_output_norm: norms.attention_output.map(norm),
+            mlp_input_norm: norm(norms.mlp_input),
             feed_forward: FeedForwardRules::new(config, layout, &format!("{prefix}.mlp"), layer),
-            mlp_output_norm: layout.norms.mlp_output.map(norm),
+            mlp_output_norm: norms.mlp_output.map(norm),
         }
     }
 

@@ -5,6 +5,7 @@
 //! but given outermost first, as everywhere else here.
 
 pub mod blocks;
+pub mod model;
 
 /// Alignment of the data section and of each tensor, in bytes (the format's default).
 const ALIGNMENT: usize = 32;

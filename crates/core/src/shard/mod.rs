@@ -125,10 +125,8 @@ fn why_illegal(config: &ModelConfig, tp_size: usize) -> Option<String> {
         return Some(format!("does not divide the model's intermediate_size {}", config.intermediate_size));
     }
     let expert_width = config.moe.as_ref().map(|moe| moe.expert_intermediate_size);
-    match expert_width.filter(|width| !width.is_multiple_of(tp_size)) {
-        Some(width) => Some(format!("does not divide the inner width {width} of the model's experts")),
-        None => None,
-    }
+    let uneven = expert_width.filter(|width| !width.is_multiple_of(tp_size));
+    uneven.map(|width| format!("does not divide the inner width {width} of the model's experts"))
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! How each family's files name and join their tensors; everything else that sets a family apart is
 //! a fact of [`ModelConfig`].
 //!
-//! Llama, Mistral, Qwen2 and Qwen3 share [`LLAMA`]; a family with a file here says only how it
-//! differs. To add one see `docs/adding-a-model.md`.
+//! Llama, Mistral, Qwen2 and Qwen3 are [`LLAMA`] with [`PRE_NORMS`]; a family with a file here says
+//! only how it differs. To add one see `docs/adding-a-model.md`.
 
 pub mod gemma;
 pub mod phi3;
@@ -18,8 +18,6 @@ pub struct Layout {
     pub qkv: Stored,
     /// The gate and up projections of a dense MLP, under `mlp.`.
     pub gate_up: Stored,
-    /// Norms around attention and MLP.
-    pub norms: LayerNorms,
     /// The experts, where the family has any, under `mlp.`.
     pub experts: Option<ExpertNames>,
 }
@@ -59,23 +57,30 @@ pub struct ExpertNames {
 pub const LLAMA: Layout = Layout {
     qkv: Stored::Apart(&["q_proj", "k_proj", "v_proj"]),
     gate_up: Stored::Apart(&["gate_proj", "up_proj"]),
-    norms: LayerNorms {
-        input: "input_layernorm",
-        attention_output: None,
-        mlp_input: "post_attention_layernorm",
-        mlp_output: None,
-    },
     experts: None,
+};
+
+/// The norms of every family without sandwich norms.
+pub const PRE_NORMS: LayerNorms = LayerNorms {
+    input: "input_layernorm",
+    attention_output: None,
+    mlp_input: "post_attention_layernorm",
+    mlp_output: None,
 };
 
 /// The layout of the model's family.
 pub fn layout(config: &ModelConfig) -> &'static Layout {
     match config.family {
         Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 => &LLAMA,
+        Family::Gemma2 | Family::Gemma3 => &LLAMA,
         Family::Qwen3Moe => &qwen3_moe::LAYOUT,
         Family::Phi3 => &phi3::LAYOUT,
-        Family::Gemma2 | Family::Gemma3 => &gemma::LAYOUT,
     }
+}
+
+/// The norms of the model's layers.
+pub fn norms(config: &ModelConfig) -> &'static LayerNorms {
+    if config.sandwich_norms { &gemma::SANDWICH_NORMS } else { &PRE_NORMS }
 }
 
 impl Stored {

@@ -239,7 +239,7 @@ impl ModelSpec {
         list
     }
 
-    fn attention_tensors(&self, norm: f64, add: &mut dyn FnMut(&str, &[usize], f64, f64)) {
+    fn attention_tensors(&self, norm: f64, add: &mut Add<'_>) {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         if self.family == SpecFamily::Phi3 {
             add("self_attn.qkv_proj.weight", &[q + 2 * kv, self.hidden], 0.0, self.std);
@@ -261,7 +261,7 @@ impl ModelSpec {
         }
     }
 
-    fn mlp_tensors(&self, prefix: &str, inner: usize, add: &mut dyn FnMut(&str, &[usize], f64, f64)) {
+    fn mlp_tensors(&self, prefix: &str, inner: usize, add: &mut Add<'_>) {
         if self.family == SpecFamily::Phi3 {
             add(&format!("{prefix}.gate_up_proj.weight"), &[2 * inner, self.hidden], 0.0, self.std);
         } else {
@@ -312,6 +312,9 @@ impl ModelSpec {
             .collect()
     }
 }
+
+/// Takes the name inside a layer, the shape, the mean and the standard deviation of a tensor.
+type Add<'a> = dyn FnMut(&str, &[usize], f64, f64) + 'a;
 
 /// One tensor before its values are drawn.
 struct TensorSpec {
