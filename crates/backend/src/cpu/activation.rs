@@ -18,7 +18,7 @@ use super::tensor::{RowsIn, RowsOut};
 use lockstep_core::config::Activation;
 
 /// `2 * sqrt(2 / pi)`.
-const GELU_SLOPE: f32 = 1.595_769_1;
+const GELU_SLOPE: f32 = 1.595_769;
 /// Weight of the cube in the tanh form of GELU.
 const GELU_CUBE: f32 = 0.044_715;
 

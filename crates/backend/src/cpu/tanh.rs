@@ -15,8 +15,7 @@ use super::simd::Simd;
 /// Arguments below use the polynomial.
 const NEAR: f32 = 0.625;
 /// Polynomial of `(tanh(x) - x) / x³` in `x²`, highest power first.
-const POLYNOMIAL: [f32; 5] =
-    [-5.704_988_7e-3, 2.063_908_9e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328_2e-1];
+const POLYNOMIAL: [f32; 5] = [-5.704_988_7e-3, 2.063_909e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328e-1];
 
 /// `tanh` of each lane.
 ///

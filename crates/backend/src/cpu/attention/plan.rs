@@ -12,9 +12,12 @@ use std::ops::Range;
 
 /// Tasks per thread from which cutting them by splits no longer helps.
 const TASKS_PER_THREAD: usize = 4;
-/// Elements for the states of tasks that walk a single split (4 MiB, resident once touched): the
-/// splits of a request of 128k tokens with 32 heads of 128. Tasks that do not fit stay whole.
-const PARTIALS_LEN: usize = 1 << 20;
+/// Elements for the states of tasks that walk a single split (9 MiB, resident once touched): the
+/// splits of a request of 128k tokens with 64 heads of 128. Tasks that do not fit stay whole.
+const PARTIALS_LEN: usize = 9 << 18;
+
+/// Largest state of a task.
+pub(super) const STATE_LEN_MAX: usize = TASK_QUERIES * (HEAD_DIM_MAX + 2);
 
 /// Some tokens of one request times some query heads of one KV head.
 #[derive(Clone, Copy)]
@@ -148,5 +151,65 @@ impl Plan {
     }
 }
 
-/// Largest state of a task.
-pub(super) const STATE_LEN_MAX: usize = TASK_QUERIES * (HEAD_DIM_MAX + 2);
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{AttentionBatch, QkvShape};
+
+    /// Plans decode of requests with so many cached tokens, 8 query heads on 2 KV heads of 128.
+    fn decode(starts: &[u32], window: Option<usize>, threads: usize) -> Plan {
+        let rows: Vec<AttentionRow> = (0..)
+            .zip(starts)
+            .map(|(first_token, &start_position)| AttentionRow {
+                first_token,
+                token_count: 1,
+                start_position,
+                first_page: 0,
+            })
+            .collect();
+        let shape = QkvShape { local_heads: 8, local_kv_heads: 2, head_dim: 128, norm_eps: 0.0 };
+        let batch = AttentionBatch { rows: &rows, pages: &[] };
+        let args = Attention { layer: 0, shape, batch, scale: 1.0, softcap: None, window };
+        let mut plan = Plan::new().unwrap();
+        plan.fill(&args, threads);
+        plan
+    }
+
+    /// Splits walked alone, by (row, KV head), with their place in the partial sums.
+    fn cut(plan: &Plan) -> Vec<(u32, u32, u32, u32)> {
+        let part = |t: &Task| match t.part {
+            Part::Split { index, at } => Some((t.row, t.kv_head, index, at)),
+            _ => None,
+        };
+        plan.walks.iter().filter_map(part).collect()
+    }
+
+    #[test]
+    fn few_long_tasks_are_cut_by_splits_with_a_place_for_each() {
+        let plan = decode(&[1100, 3], None, 4);
+        let len = 4 * 130;
+        let want = [(0, 0, 0, 0), (0, 0, 1, len), (0, 0, 2, 2 * len)];
+        let want = want.into_iter().chain(want.map(|(row, _, index, at)| (row, 1, index, at + 3 * len)));
+        assert_eq!(cut(&plan), want.collect::<Vec<_>>());
+        assert_eq!((plan.walks.len(), plan.merges.len()), (6 + 2, 2));
+        assert!(matches!(plan.merges[1].part, Part::Merge { splits: 3, at } if at == 3 * len));
+    }
+
+    #[test]
+    fn a_window_leaves_its_own_splits_only() {
+        let plan = decode(&[5000], Some(600), 4);
+        // Positions 4401..=5000 lie in the splits 8 and 9.
+        assert_eq!(cut(&plan).iter().map(|c| c.2).collect::<Vec<_>>(), [8, 9, 8, 9]);
+    }
+
+    #[test]
+    fn many_tasks_one_thread_and_full_memory_keep_tasks_whole() {
+        for plan in [decode(&[5000; 8], None, 4), decode(&[5000], None, 1)] {
+            assert!(plan.merges.is_empty() && cut(&plan).is_empty());
+        }
+        // 2^20 tokens: 2048 splits of 520 elements fit twice, not four times.
+        let plan = decode(&[1 << 20; 2], None, 4);
+        assert_eq!((plan.merges.len(), cut(&plan).len(), plan.walks.len()), (2, 2 * 2049, 2 * 2049 + 2));
+        assert!(cut(&plan).iter().all(|c| c.3 as usize + 520 <= PARTIALS_LEN));
+    }
+}

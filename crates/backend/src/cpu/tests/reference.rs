@@ -50,7 +50,7 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
 pub fn gated(activation: Activation, gate: f32, up: f32) -> f32 {
     let exponent = match activation {
         Activation::Silu => -gate,
-        Activation::GeluTanh => ((gate * gate) * gate).mul_add(0.044_715, gate) * -1.595_769_1,
+        Activation::GeluTanh => ((gate * gate) * gate).mul_add(0.044_715, gate) * -1.595_769,
     };
     gate / (1.0 + exp(exponent)) * up
 }
@@ -72,7 +72,7 @@ pub fn tanh(x: f32) -> f32 {
     let result = if size < 0.625 {
         let square = size * size;
         let mut p = -5.704_988_7e-3f32;
-        for c in [2.063_908_9e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328_2e-1] {
+        for c in [2.063_909e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328e-1] {
             p = p.mul_add(square, c);
         }
         (square * size).mul_add(p, size)
