@@ -83,18 +83,18 @@ fn open_folder(folder: &Path) -> Result<Opened, WeightsError> {
     Err(WeightsError::NotAModel { path: folder.to_owned(), reason })
 }
 
-/// Refuses what downloads leave instead of a weight file: git-lfs pointers and web pages.
+/// Refuses what downloads leave instead of a model's file: git-lfs pointers and web pages.
 pub(crate) fn refuse_stand_in(head: &[u8]) -> Result<(), Fault> {
     let head = &head[..head.len().min(256)];
     if head.starts_with(b"version https://git-lfs") {
         let text = String::from_utf8_lossy(head);
         let size = text.lines().find_map(|line| line.strip_prefix("size ")).unwrap_or("unknown");
-        let expected = format!("the weights ({size} bytes)");
+        let expected = format!("the file itself ({size} bytes)");
         return Err(Fault::new("content", expected, "a git-lfs pointer (run `git lfs pull` in a clone)"));
     }
     if head.trim_ascii_start().starts_with(b"<") {
         let start = String::from_utf8_lossy(&head[..head.len().min(16)]);
-        return Err(Fault::new("content", "weights", format!("a web page or XML: {start:?}")));
+        return Err(Fault::new("content", "the file itself", format!("a web page or XML: {start:?}")));
     }
     Ok(())
 }

@@ -216,6 +216,9 @@ fn config_errors_carry_the_path() {
     folder.write("config.json", "");
     let message = error(folder.path());
     assert!(message.contains("config.json") && message.contains("not a JSON object"), "{message}");
+    folder.write("config.json", "version https://git-lfs.github.com/spec/v1\nsize 812\n");
+    let message = error(folder.path());
+    assert!(message.contains("config.json") && message.contains("a git-lfs pointer"), "{message}");
     std::fs::remove_file(folder.path().join("config.json")).unwrap();
     assert!(error(folder.path()).contains("config.json"));
 }

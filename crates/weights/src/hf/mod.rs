@@ -11,6 +11,7 @@ mod safetensors;
 use crate::error::{Fault, WeightsError};
 use crate::files::Opened;
 use crate::generation::GenerationDefaults;
+use crate::locate::refuse_stand_in;
 use crate::mapped::MappedFile;
 use crate::tensor::{Form, Piece, Tensor};
 use lockstep_core::config::hf as config_json;
@@ -166,6 +167,7 @@ fn read_small(path: &Path) -> Result<Vec<u8>, WeightsError> {
     let mut text = Vec::new();
     let file = File::open(path).map_err(io_error)?;
     file.take(MODEL_JSON_BYTES_MAX).read_to_end(&mut text).map_err(io_error)?;
+    refuse_stand_in(&text).map_err(|fault| fault.at(path))?;
     Ok(text)
 }
 
