@@ -163,7 +163,10 @@ impl ModelFiles {
         }
         let mut lines: Vec<String> = tensors_by_kind
             .into_iter()
-            .map(|(kind, n)| format!("{n} tensors stored as {kind} are unpacked to bf16 while loading"))
+            .map(|(kind, n)| match n {
+                1 => format!("1 tensor stored as {kind} is unpacked to bf16 while loading"),
+                n => format!("{n} tensors stored as {kind} are unpacked to bf16 while loading"),
+            })
             .collect();
         match self.opened.ignored_scales {
             0 => {}

@@ -5,8 +5,9 @@
 //! with input features outside, `[in, out]`, eight 4-bit numbers in a 32-bit word: GPTQ packs eight
 //! input features of one output feature, lowest bits first; AWQ packs eight output features of one
 //! input feature, the even ones in the lower half of the word. Zeros are packed along the output
-//! features, in the same two orders. GPTQ's first format stores `zero - 1` in each four bits (so that 15 is the zero
-//! 0); its second ("gptq_v2") and AWQ store the zero.
+//! features, in the same two orders. GPTQ's second format ("gptq_v2") and AWQ store them as they are;
+//! its first stores each word less [`FIRST_FORMAT`], one in every four bits, with borrows between
+//! them where a zero is 0.
 //!
 //! **Invariant:** `q - zero` and the product with an f16 scale are exact in f32, so an element is
 //! rounded once, to bf16, and any slice is equal to the slice of the whole.
@@ -19,6 +20,8 @@ use std::ops::Range;
 
 /// 4-bit numbers in a word.
 pub(crate) const PER_WORD: usize = 8;
+/// What GPTQ's first format takes from every word of zeros.
+pub(crate) const FIRST_FORMAT: u32 = 0x1111_1111;
 /// Where an AWQ word keeps its eight numbers, by output feature.
 const AWQ_SHIFTS: [u32; PER_WORD] = [0, 16, 4, 20, 8, 24, 12, 28];
 /// Eights of output features that are unpacked together: a cache line of AWQ words.
@@ -44,8 +47,8 @@ pub(crate) struct Grouped {
 pub(crate) enum Packing {
     /// Words `[in / 8, out]`.
     Gptq {
-        /// Added to a stored zero, within four bits: 1 in the first format, 0 in the second.
-        zero_offset: u32,
+        /// Added to every word of zeros: [`FIRST_FORMAT`], or 0 in the second format.
+        zeros_offset: u32,
     },
     /// Words `[in, out / 8]`.
     Awq,
@@ -125,14 +128,17 @@ impl Grouped {
         for group in 0..self.groups {
             for eight in eights.clone() {
                 let first = group * out_features + PER_WORD * eight;
-                let word = u32::from_le_bytes(zeros[first / PER_WORD]);
+                let mut word = u32::from_le_bytes(zeros[first / PER_WORD]);
+                if let Packing::Gptq { zeros_offset } = self.packing {
+                    word = word.wrapping_add(zeros_offset);
+                }
                 let mut table = Table { scale: [0.0; PER_WORD], zero: [0.0; PER_WORD] };
                 for (i, scale) in table.scale.iter_mut().enumerate() {
                     *scale = dequant::plain(self.scales_kind, bytes.scales, first + i);
                 }
                 for (i, zero) in table.zero.iter_mut().enumerate() {
                     let number = match self.packing {
-                        Packing::Gptq { zero_offset } => (word >> (4 * i)) + zero_offset,
+                        Packing::Gptq { .. } => word >> (4 * i),
                         Packing::Awq => word >> AWQ_SHIFTS[i],
                     };
                     *zero = (number & 15) as f32;

@@ -80,7 +80,7 @@ fn fp8_with_every_kind_of_scale() {
         check(&format!("{scales:?}"), &files, &matrix, shape);
         assert_eq!(files.tensor(WEIGHT).unwrap().stored, StorageKind::Fp8E4m3);
         assert_eq!(files.tensor_names().collect::<Vec<_>>(), [WEIGHT]);
-        assert_eq!(files.conversions(), ["1 tensors stored as F8_E4M3 are unpacked to bf16 while loading"]);
+        assert_eq!(files.conversions(), ["1 tensor stored as F8_E4M3 is unpacked to bf16 while loading"]);
         files.release(WEIGHT);
     }
 }
@@ -104,6 +104,20 @@ fn gptq_in_both_formats_with_and_without_activation_order() {
                 assert_eq!(files.source_label(), "safetensors gptq 4-bit, 1 file");
             }
         }
+    }
+}
+
+#[test]
+fn a_list_of_zeros_means_neighbours() {
+    let mut random = Random::new(0x0);
+    let shape = (16, 64);
+    let matrix = quantised::gptq(MODULE, shape, 32, (Groups::Even, GptqZeros::LessOne), &mut random);
+    for elements in [64, 0] {
+        let name = format!("{MODULE}.g_idx");
+        let list = StoredTensor { name, dtype: "I32", shape: vec![elements], bytes: vec![0; 4 * elements] };
+        let tensors = changed(&matrix, |t| t.push(list.clone()));
+        let files = open(gptq_config(32, false, "gptq"), &tensors).unwrap();
+        check("a list of zeros", &files, &matrix, shape);
     }
 }
 

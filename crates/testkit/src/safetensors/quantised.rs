@@ -42,7 +42,7 @@ pub enum Groups {
 pub enum GptqZeros {
     /// All 8, stored as 7 (symmetric, first format).
     Symmetric,
-    /// Any, stored less one, modulo 16 (first format).
+    /// Any, eight at a time less 0x11111111 (first format).
     LessOne,
     /// Any, stored as they are (second format).
     AsTheyAre,
@@ -105,18 +105,18 @@ pub fn gptq(
     (groups, zeros): (Groups, GptqZeros),
     random: &mut Random,
 ) -> QuantisedMatrix {
-    let stored_zero = |zero: u8| match zeros {
-        GptqZeros::Symmetric | GptqZeros::LessOne => (zero + 15) % 16,
-        GptqZeros::AsTheyAre => zero,
-    };
     let mut numbers = Numbers::random((rows, cols), group_size, groups, random);
     if zeros == GptqZeros::Symmetric {
         numbers.zeros.fill(8);
     }
     let words = pack(cols, rows, Along::Outer, |input, output| numbers.q[output * cols + input]);
-    let zero_words = pack(numbers.group_count, rows, Along::Inner, |group, output| {
-        stored_zero(numbers.zeros[group * rows + output])
-    });
+    let mut zero_words =
+        pack(numbers.group_count, rows, Along::Inner, |group, output| numbers.zeros[group * rows + output]);
+    if zeros != GptqZeros::AsTheyAre {
+        for word in zero_words.as_chunks_mut::<4>().0 {
+            *word = u32::from_le_bytes(*word).wrapping_sub(0x1111_1111).to_le_bytes();
+        }
+    }
     let mut tensors = vec![
         stored(module, "qweight", "I32", &[cols / 8, rows], words),
         stored(module, "qzeros", "I32", &[numbers.group_count, rows / 8], zero_words),

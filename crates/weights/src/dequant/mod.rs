@@ -6,8 +6,8 @@
 //!
 //! Everything is scalar code in loops over fixed-size arrays, which the compiler vectorises; on
 //! x86-64 the same code is compiled a second time for AVX2. Hot loops call neither closures nor
-//! `array::map`: what is not inlined is compiled without AVX2. **Invariant:** both give the same bits, because
-//! Rust never contracts or reorders float operations.
+//! `array::map`: what is not inlined is compiled without AVX2. **Invariant:** both give the same
+//! bits, because Rust never contracts or reorders float operations.
 
 mod blocks;
 pub(crate) mod float8;

@@ -9,7 +9,7 @@
 
 use super::Weights;
 use crate::error::{Fault, WeightsError};
-use crate::grouped::{Grouped, Membership, PER_WORD, Packing};
+use crate::grouped::{FIRST_FORMAT, Grouped, Membership, PER_WORD, Packing};
 use crate::mapped::MappedFile;
 use crate::scaled::Scales;
 use crate::storage::{StorageKind, TensorInfo};
@@ -56,8 +56,8 @@ impl Quantisation {
         match &self.config {
             QuantizationConfig::Fp8 { block_size, .. } => joiner.float8(*block_size)?,
             QuantizationConfig::Gptq { group_size, activation_order, .. } => {
-                let packing = Packing::Gptq { zero_offset: if self.second_format { 0 } else { 1 } };
-                joiner.grouped(packing, *group_size, *activation_order)?;
+                let zeros_offset = if self.second_format { 0 } else { FIRST_FORMAT };
+                joiner.grouped(Packing::Gptq { zeros_offset }, *group_size, *activation_order)?;
             }
             QuantizationConfig::Awq { group_size, .. } => {
                 joiner.grouped(Packing::Awq, *group_size, false)?;
@@ -169,7 +169,13 @@ impl Joiner<'_> {
             }
             Some(list) => {
                 self.expect_words(&name("g_idx"), &list)?;
-                Membership::Listed(list.data)
+                // Some quantisers leave a list of zeros where they kept the order.
+                let bytes = &self.files[list.data.file].bytes()[list.data.bytes.clone()];
+                if bytes.iter().all(|byte| *byte == 0) {
+                    Membership::Even(group_size)
+                } else {
+                    Membership::Listed(list.data)
+                }
             }
             None if listed => return Err(self.missing(&name("g_idx"))),
             None => Membership::Even(group_size),
