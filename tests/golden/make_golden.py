@@ -185,12 +185,16 @@ def make(case: Case, check: bool) -> None:
         path.write_text(as_text({key: golden[key] for key in order if key in golden}))
 
 
+def architecture(golden: dict) -> str:
+    return golden["config"]["architectures"][0]
+
+
 def check_that_cases_differ() -> None:
     goldens = {case.name: json.loads((FOLDER / f"{case.name}.json").read_text()) for case in CASES}
     cases = list(goldens.values())
     for i, a in enumerate(cases):
         for b in cases[:i]:
-            if len(a["prompt"]) != len(b["prompt"]) or a["config"]["architectures"] != b["config"]["architectures"]:
+            if len(a["prompt"]) != len(b["prompt"]) or architecture(a) != architecture(b):
                 continue
             apart = distance(a["logits"], b["logits"])
             same = (a["same_as"] or a["name"]) == (b["same_as"] or b["name"])
