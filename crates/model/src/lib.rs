@@ -6,13 +6,14 @@
 //! | [`layers`] | column-, row- and vocab-parallel linears, norms, attention, MLP, experts: each states its rules |
 //! | [`rules`] | the layers' rules put together: every weight and how it is cut |
 //! | [`source`], [`dummy`] | where weights come from: files, or a seed |
-//! | [`loader`] | reads a rank's slices into packed weights, each exactly once |
+//! | [`loader`], `bands` | reads a rank's slices into packed weights, each exactly once; reading runs ahead of packing |
 //! | [`bytes`] | what a rank's weights take, from the rules alone |
 //! | [`decoder`] | the decoder-only transformer that all families share |
 //!
 //! **Invariants:** a layer sees a `Backend` and a `Collective`, never a socket; nothing branches
 //! on the number of ranks (one rank's collective is the identity); no forward pass allocates.
 
+mod bands;
 pub mod bytes;
 pub mod decoder;
 pub mod dummy;

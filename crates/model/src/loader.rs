@@ -1,14 +1,14 @@
 //! Reads a rank's slices of a checkpoint into packed weights, as the rules say.
 //!
-//! Rows arrive in bands of a few MiB, so that a rank needs little memory beyond its shard, and
-//! only the rank's own rows and columns are read. **Invariant:** every parameter is filled exactly
+//! Rows arrive in bands of a few MiB, read ahead on several threads, so that a rank needs little
+//! memory beyond its shard, and only the rank's own rows and columns are read. **Invariant:** every parameter is filled exactly
 //! once: asking for one twice is an error at once, one that nobody asked for is an error at the end
 //! ([`Loader::check_complete`]). What the files hold beside that is reported once.
 
+use crate::bands::{BandReader, Slice};
 use crate::rules::ModelRules;
 use crate::source::WeightSource;
 use crate::{ModelError, Result};
-use half::{bf16, f16};
 use lockstep_backend::{Backend, LinearSpec};
 use lockstep_core::shard::{Group, LocalMatrix, Piece, WeightRule};
 use lockstep_core::{DType, ModelConfig, ParallelInfo};
@@ -16,8 +16,8 @@ use std::cell::RefCell;
 use std::collections::HashSet;
 use std::ops::Range;
 
-/// Bytes of one band of rows: large enough to stream, small against any shard.
-const BAND_BYTES: usize = 2 << 20;
+/// Threads that read ahead, at most: beyond that the packer is what everything waits for.
+const READERS_MAX: usize = 8;
 /// Parameters that an error names one by one.
 const NAMED_MAX: usize = 5;
 
@@ -31,6 +31,7 @@ pub struct Loader<'a, B: Backend> {
     parallel: ParallelInfo,
     dtype: Option<DType>,
     progress: Progress<'a>,
+    bands: BandReader<'a>,
     state: RefCell<State>,
 }
 
@@ -39,8 +40,6 @@ struct State {
     /// Parameters by tensor and first row; a fused tensor holds several.
     filled: HashSet<(String, usize)>,
     packed_bytes: u64,
-    raw: Vec<u8>,
-    converted: Vec<u8>,
 }
 
 impl<'a, B: Backend> Loader<'a, B> {
@@ -53,7 +52,10 @@ impl<'a, B: Backend> Loader<'a, B> {
         dtype: Option<DType>,
         progress: Progress<'a>,
     ) -> Self {
-        Self { source, backend, parallel, dtype, progress, state: RefCell::default() }
+        // The ranks of a host share its cores.
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let bands = BandReader::new(source, (cores / parallel.tp_size).clamp(1, READERS_MAX));
+        Self { source, backend, parallel, dtype, progress, bands, state: RefCell::default() }
     }
 
     /// The model being loaded.
@@ -155,19 +157,16 @@ impl<'a, B: Backend> Loader<'a, B> {
         dtype: DType,
         first_row: usize,
     ) -> Result<usize> {
-        let band_rows = (BAND_BYTES / (columns.len().max(1) * size_of::<f32>())).max(1);
         let rows = piece.local_rows(self.parallel);
-        let mut state = self.state.borrow_mut();
-        let state = &mut *state;
-        let mut row = rows.start;
-        while row < rows.end {
-            let end = rows.end.min(row + band_rows);
-            let stored = self.source.read_rows(&piece.tensor, row..end, columns.clone(), &mut state.raw)?;
-            let band = convert(&state.raw, stored, dtype, &mut state.converted);
-            self.backend.pack_rows(linear, first_row + row - rows.start, band);
-            state.packed_bytes += band.len() as u64;
-            row = end;
-        }
+        let slice = Slice { tensor: &piece.tensor, rows: rows.clone(), columns: columns.clone(), dtype };
+        let mut packed_bytes = 0;
+        self.bands.for_each(&slice, |row, band| {
+            self.backend.pack_rows(linear, first_row + row, band);
+            packed_bytes += band.len();
+        })?;
+        let expected = rows.len() * columns.len() * dtype.size_bytes();
+        assert_eq!(packed_bytes, expected, "invariant: a source gives every element of {}", piece.tensor);
+        self.state.borrow_mut().packed_bytes += packed_bytes as u64;
         Ok(rows.len())
     }
 
@@ -182,23 +181,4 @@ impl<'a, B: Backend> Loader<'a, B> {
 /// What tells one parameter from another.
 fn key(piece: &Piece) -> (String, usize) {
     (piece.tensor.clone(), piece.rows.start)
-}
-
-/// `raw` as elements of `to`; narrowing rounds to nearest even.
-fn convert<'b>(raw: &'b [u8], from: DType, to: DType, buffer: &'b mut Vec<u8>) -> &'b [u8] {
-    if from == to {
-        return raw;
-    }
-    buffer.clear();
-    let widened = raw.chunks_exact(from.size_bytes()).map(|e| match from {
-        DType::F32 => f32::from_le_bytes([e[0], e[1], e[2], e[3]]),
-        DType::F16 => f16::from_le_bytes([e[0], e[1]]).to_f32(),
-        DType::Bf16 => bf16::from_le_bytes([e[0], e[1]]).to_f32(),
-    });
-    match to {
-        DType::F32 => widened.for_each(|v| buffer.extend_from_slice(&v.to_le_bytes())),
-        DType::F16 => widened.for_each(|v| buffer.extend_from_slice(&f16::from_f32(v).to_le_bytes())),
-        DType::Bf16 => widened.for_each(|v| buffer.extend_from_slice(&bf16::from_f32(v).to_le_bytes())),
-    }
-    buffer
 }

@@ -8,8 +8,8 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 /// What the loader asks of a checkpoint. Tensors go by the names of the rules, which are those of a
-/// text-only Hugging Face checkpoint.
-pub trait WeightSource {
+/// text-only Hugging Face checkpoint. Several threads read at once.
+pub trait WeightSource: Sync {
     /// The model's description.
     fn config(&self) -> &ModelConfig;
     /// Element type that [`read_rows`](Self::read_rows) gives; `None` for a tensor that cannot be read.
