@@ -8,6 +8,7 @@ mod child;
 mod error;
 mod flags;
 mod logging;
+mod plan;
 mod pull;
 mod serve;
 
@@ -34,6 +35,11 @@ fn main() {
     std::process::exit(code.code());
 }
 
+/// Prints the answer of a command; a reader who has heard enough is no error.
+fn say(text: &str) {
+    let _ = std::io::stdout().write_all(text.as_bytes());
+}
+
 /// The command line, or one sentence about what is wrong with it. Help and version end here.
 fn parse() -> Result<Cli> {
     Cli::try_parse().map_err(|error| {
@@ -58,6 +64,7 @@ fn parse() -> Result<Cli> {
 fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Command::Serve(flags) => serve::run(&flags),
+        Command::Plan(flags) => plan::run(&flags),
         Command::Pull(flags) => pull::run(&flags),
         Command::Replay(flags) => {
             let report =

@@ -23,6 +23,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("weights", &["core"]),
     ("backend", &["core", "comm"]),
     ("model", &["core", "comm", "weights", "backend"]),
+    ("planner", &["core", "backend", "model"]),
     ("kvcache", &["core"]),
     ("scheduler", &["core", "kvcache"]),
     ("engine", &["core", "wire", "comm", "weights", "backend", "model", "kvcache", "scheduler"]),
@@ -32,7 +33,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("sim", &["core", "wire", "comm", "kvcache", "scheduler", "engine"]),
     ("testkit", &[]),
     ("xtask", &["sim"]),
-    ("cli", &["core", "wire", "comm", "weights", "backend", "model", "kvcache", "scheduler", "engine",
+    ("cli", &["core", "wire", "comm", "weights", "backend", "model", "planner", "kvcache", "scheduler", "engine",
               "tokenizer", "api", "launch", "sim"]),
 ];
 

@@ -9,6 +9,7 @@ pub mod logging;
 pub mod memory;
 pub mod model;
 pub mod parallel;
+pub mod plan;
 pub mod server;
 
 use clap::{Args, Parser, Subcommand};
@@ -28,6 +29,8 @@ pub struct Cli {
 pub enum Command {
     /// Start a server: one process per rank, plus tokenizer, detokenizer and the HTTP API.
     Serve(Box<ServeFlags>),
+    /// Show what a model takes and how fast it will be at each tp size, on a device you name; loads nothing.
+    Plan(plan::PlanFlags),
     /// Fetch a model of the catalogue into the cache directory and print its path.
     Pull(PullFlags),
     /// Run a rank's scheduler again on a flight recording and compare every decision; needs no model.

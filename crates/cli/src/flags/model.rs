@@ -16,9 +16,9 @@ pub struct ModelFlags {
     #[arg(long)]
     pub served_model_name: Option<String>,
 
-    /// Element type of weights: auto (the file's own), f32, f16 or bf16.
-    #[arg(long, default_value = "auto")]
-    pub dtype: String,
+    /// Element type of weights.
+    #[command(flatten)]
+    pub dtype: DtypeFlag,
 
     /// Device: auto or cpu.
     #[arg(long, default_value = "auto")]
@@ -33,9 +33,17 @@ pub struct ModelFlags {
     pub cache_dir: Option<PathBuf>,
 }
 
-impl ModelFlags {
-    /// `--dtype` as a conversion; `None` keeps the file's types.
-    pub fn dtype(&self) -> Result<Option<DType>> {
+/// `--dtype`, the same wherever weights are loaded or counted.
+#[derive(Args, Debug)]
+pub struct DtypeFlag {
+    /// Element type of weights: auto (the file's own), f32, f16 or bf16.
+    #[arg(long, default_value = "auto")]
+    pub dtype: String,
+}
+
+impl DtypeFlag {
+    /// The conversion; `None` keeps the file's types.
+    pub fn convert(&self) -> Result<Option<DType>> {
         Ok(match self.dtype.as_str() {
             "auto" => None,
             "f32" | "float32" | "float" => Some(DType::F32),
@@ -44,7 +52,9 @@ impl ModelFlags {
             other => bail!("--dtype {other} is not known; use auto, f32, f16 or bf16"),
         })
     }
+}
 
+impl ModelFlags {
     /// Refuses devices that this build cannot serve on.
     pub fn check_device(&self) -> Result<()> {
         match self.device.as_str() {

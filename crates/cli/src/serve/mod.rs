@@ -7,7 +7,7 @@
 //!
 //! The launcher's exit code and last line are decided here and nowhere else.
 
-mod memory;
+pub mod memory;
 mod plan;
 mod port;
 mod ready;

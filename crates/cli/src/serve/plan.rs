@@ -89,7 +89,7 @@ impl ServePlan {
             generation: files.generation_defaults(),
             topology: Topology::tensor_parallel(tp, flags.parallel.num_tokenizer),
             threads: flags.parallel.threads(cores, tp).map_err(CliError::with(ExitCode::Flags))?,
-            dtype: flags.model.dtype().map_err(CliError::with(ExitCode::Flags))?,
+            dtype: flags.model.dtype.convert().map_err(CliError::with(ExitCode::Flags))?,
             batching: batching(flags),
             rank_budget_bytes,
             budget_origin,
@@ -123,7 +123,7 @@ impl ServePlan {
 
 fn check_flags(flags: &ServeFlags) -> anyhow::Result<()> {
     flags.model.check_device()?;
-    flags.model.dtype()?;
+    flags.model.dtype.convert()?;
     flags.model.check_chat_template()?;
     flags.model.check_served_name()?;
     flags.server.check_grace()?;

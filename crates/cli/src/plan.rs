@@ -1,0 +1,180 @@
+//! `lockstep plan`: what a model takes and how fast it will be at each tp size; loads nothing.
+
+use crate::error::{CliError, Result};
+use crate::flags::plan::PlanFlags;
+use crate::pull;
+use crate::serve::memory;
+use lockstep_backend::cpu::probe;
+use lockstep_core::config::hf;
+use lockstep_core::{DType, ExitCode, ModelConfig};
+use lockstep_model::WeightSource;
+use lockstep_planner::device::GIB;
+use lockstep_planner::{Device, DeviceKind, DeviceTable, Facts, PlanError, Workload, plan, table};
+use lockstep_weights::ModelFiles;
+use std::path::Path;
+
+/// Bytes read to measure this machine's bandwidth: far more than its caches, little enough to take a
+/// fraction of a second.
+const PROBE_BYTES: usize = 256 << 20;
+
+/// Prints the plan as text, or as JSON with `--json`.
+pub fn run(flags: &PlanFlags) -> Result<()> {
+    let flag_error = CliError::with(ExitCode::Flags);
+    let dtype = flags.dtype.convert().map_err(&flag_error)?;
+    let table = match &flags.devices {
+        None => DeviceTable::built_in(),
+        Some(path) => read_table(path).map_err(&flag_error)?,
+    };
+    let device = match flags.device.as_str() {
+        "detect" => detect(&table)?,
+        name => table.find(name).map_err(|e| flag_error_of(&e))?,
+    };
+    let path = pull::resolve(&flags.model, &pull::cache_dir(flags.cache_dir.clone()))?;
+    let description = Description::read(&path, dtype)?;
+    let config = description.config();
+    let default = Workload::default_for(device.kind, config.max_position);
+    let workload = Workload {
+        context: flags.context.unwrap_or(default.context),
+        concurrency: flags.concurrency.unwrap_or(default.concurrency),
+        chunk: flags.chunk.unwrap_or(default.chunk),
+        page_size: flags.page_size,
+        memory_ratio: flags.memory_ratio.unwrap_or(default.memory_ratio),
+    };
+    flags.check(&workload).map_err(&flag_error)?;
+    let dtype_of = |name: &str| description.dtype_of(name, dtype);
+    let facts = Facts { config, dtype_of: &dtype_of, source: description.source() };
+    let plan = plan(&facts, &device, workload).map_err(|e| flag_error_of(&e))?;
+    let text = match flags.json {
+        true => serde_json::to_string_pretty(&plan).map_err(CliError::with(ExitCode::Internal))? + "\n",
+        false => table::render(&plan),
+    };
+    crate::say(&text);
+    Ok(())
+}
+
+fn flag_error_of(error: &PlanError) -> CliError {
+    CliError::new(ExitCode::Flags, error)
+}
+
+fn read_table(path: &Path) -> anyhow::Result<DeviceTable> {
+    let text =
+        std::fs::read_to_string(path).map_err(|e| anyhow::anyhow!("--devices {}: {e}", path.display()))?;
+    Ok(DeviceTable::parse(&text)?)
+}
+
+/// A model's description, with tensor headers where there are any.
+enum Description {
+    /// A whole checkpoint.
+    Files(Box<ModelFiles>),
+    /// A folder with nothing but a `config.json`.
+    ConfigOnly(Box<ModelConfig>, DType),
+}
+
+impl Description {
+    fn read(path: &Path, dtype: Option<DType>) -> Result<Self> {
+        if path.is_dir() && !has_weights(path) {
+            let (config, own) = config_only(path)?;
+            return Ok(Self::ConfigOnly(Box::new(config), dtype.unwrap_or(own)));
+        }
+        let files = ModelFiles::open(path).map_err(CliError::with(ExitCode::ModelFiles))?;
+        Ok(Self::Files(Box::new(files)))
+    }
+
+    fn config(&self) -> &ModelConfig {
+        match self {
+            Self::Files(files) => files.config(),
+            Self::ConfigOnly(config, _) => config,
+        }
+    }
+
+    /// The type a tensor will have in memory; `wanted` converts matrices, as `--dtype` does when serving.
+    fn dtype_of(&self, tensor: &str, wanted: Option<DType>) -> Option<DType> {
+        match self {
+            Self::Files(files) => WeightSource::dtype_of(&**files, tensor).map(|own| wanted.unwrap_or(own)),
+            Self::ConfigOnly(_, dtype) => Some(*dtype),
+        }
+    }
+
+    fn source(&self) -> String {
+        match self {
+            Self::Files(files) => format!("{}, from the files' headers", files.source_label()),
+            Self::ConfigOnly(_, dtype) => format!("all {}, from config.json alone", dtype.name()),
+        }
+    }
+}
+
+/// Whether a folder holds any weight file or the index of some.
+fn has_weights(folder: &Path) -> bool {
+    let Ok(entries) = std::fs::read_dir(folder) else { return true };
+    let mut names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    names.any(|name| name.contains(".safetensors") || name.ends_with(".gguf"))
+}
+
+/// Description and own element type of a folder without weights.
+pub fn config_only(folder: &Path) -> Result<(ModelConfig, DType)> {
+    let path = folder.join("config.json");
+    let model_files = CliError::with::<anyhow::Error>(ExitCode::ModelFiles);
+    let text = std::fs::read(&path).map_err(|e| {
+        model_files(anyhow::anyhow!("{}: {e}; give a folder with a config.json", path.display()))
+    })?;
+    let config = hf::parse(&text).map_err(CliError::with(ExitCode::ModelFiles))?;
+    let json: serde_json::Value =
+        serde_json::from_slice(&text).map_err(CliError::with(ExitCode::ModelFiles))?;
+    let inner = json.get("text_config").unwrap_or(&json);
+    let named = ["dtype", "torch_dtype"].iter().find_map(|key| inner.get(key).or(json.get(key))?.as_str());
+    let dtype = match named {
+        Some("float32") => DType::F32,
+        Some("float16") => DType::F16,
+        // What checkpoints are made in when they do not say.
+        Some("bfloat16") | None => DType::Bf16,
+        Some(other) => {
+            return Err(model_files(anyhow::anyhow!(
+                "{}: dtype {other} is not known; give --dtype f32, f16 or bf16",
+                path.display()
+            )));
+        }
+    };
+    Ok((config, dtype))
+}
+
+/// The device of this machine: its first NVIDIA GPU if the driver names one that the table has, else
+/// its processor, measured.
+fn detect(table: &DeviceTable) -> Result<Device> {
+    if let Some(model) = nvidia_model() {
+        return match table.match_gpu(&model) {
+            Some(device) => Ok(device),
+            None => Err(CliError::new(
+                ExitCode::Flags,
+                format!(
+                    "this machine has an {model}, which the device table lacks; give --device or --devices FILE"
+                ),
+            )),
+        };
+    }
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let bandwidth_gbs =
+        probe::bandwidth_gbs(cores, PROBE_BYTES, true).map_err(CliError::with(ExitCode::Memory))?;
+    let base = table.find("cpu").map_err(|e| flag_error_of(&e))?;
+    let available = memory::available_bytes().map_or(base.memory_gib, |bytes| bytes as f64 / GIB);
+    let round = |value: f64, digits: f64| (value * digits).round() / digits;
+    Ok(Device {
+        name: "this machine".into(),
+        kind: DeviceKind::Cpu,
+        memory_gib: round(available, 10.0),
+        bandwidth_gbs: round(bandwidth_gbs, 10.0),
+        // Matrix products reach about two thirds of the FMA rate.
+        tflops: round(probe::fma_gflops(cores) * 0.65 / 1e3, 1e3),
+        source: format!("measured now with {cores} threads; memory is what is available"),
+        ..base
+    })
+}
+
+/// The first GPU's name as the NVIDIA driver gives it.
+fn nvidia_model() -> Option<String> {
+    let mut gpus: Vec<_> =
+        std::fs::read_dir("/proc/driver/nvidia/gpus").ok()?.filter_map(|e| e.ok()).collect();
+    gpus.sort_by_key(|entry| entry.file_name());
+    let text = std::fs::read_to_string(gpus.first()?.path().join("information")).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("Model:"))?;
+    Some(line.trim().to_owned())
+}

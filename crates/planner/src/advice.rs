@@ -1,0 +1,145 @@
+//! What follows from the numbers, in words.
+
+use crate::device::{DeviceKind, GIB};
+use crate::memory::RankMemory;
+use crate::{Choice, Plan};
+
+/// A step this much faster is worth the ranks it takes.
+const FASTER: f64 = 0.95;
+
+/// The smallest tp size that serves the workload, else the smallest that loads.
+pub fn recommended(plan: &Plan) -> Option<usize> {
+    let memories = || plan.choices.iter().filter_map(|c| Some((c.tp_size, c.memory.as_ref()?)));
+    let serving = memories().find(|(_, m)| m.serves(&plan.workload));
+    serving.or_else(|| memories().filter(|(_, m)| m.loads()).next_back()).map(|(tp_size, _)| tp_size)
+}
+
+/// The recommendation and its reasons.
+pub fn sentences(plan: &Plan) -> Vec<String> {
+    let legal: Vec<&Choice> = plan.choices.iter().filter(|c| c.memory.is_some()).collect();
+    let mut sentences = vec![first_sentence(plan, &legal)];
+    for choice in &legal {
+        sentences.extend(why_not_enough(plan, choice));
+    }
+    for pair in legal.windows(2) {
+        sentences.extend(compare(plan, pair[0], pair[1]));
+    }
+    let replicated = legal.iter().filter(|c| c.memory.is_some_and(|m| m.kv_replicas > 1));
+    sentences.extend(replicated.map(|c| {
+        let replicas = c.memory.map_or(1, |m| m.kv_replicas);
+        format!(
+            "tp {}: more ranks than KV heads, so {replicas} ranks hold each head and KV memory shrinks no further.",
+            c.tp_size
+        )
+    }));
+    sentences
+}
+
+fn size(bytes: u64) -> String {
+    match bytes as f64 / GIB {
+        gib if gib < 0.1 => format!("{:.1} MiB", gib * 1024.0),
+        gib => format!("{gib:.2} GiB"),
+    }
+}
+
+fn load_in_words(plan: &Plan) -> String {
+    let load = &plan.workload;
+    format!("{} requests of {} tokens", load.concurrency, load.context)
+}
+
+fn first_sentence(plan: &Plan, legal: &[&Choice]) -> String {
+    let device = &plan.device.name;
+    let Some(tp_size) = plan.recommended else {
+        let needs = legal
+            .iter()
+            .filter_map(|c| Some((c.tp_size, c.memory?.committed_bytes(), c.memory?.budget_bytes)));
+        let least = needs.min_by_key(|(_, needed, budget)| needed.saturating_sub(*budget));
+        return match least {
+            Some((tp, needed, budget)) => format!(
+                "No tp size fits: nearest is tp {tp}, where a rank of {device} needs {} before any KV and may use {}. Use a \
+                 larger device, a checkpoint with fewer bits, or a higher memory ratio.",
+                size(needed),
+                size(budget)
+            ),
+            None => format!("No tp size up to 16 can cut this model for {device}."),
+        };
+    };
+    let choice = legal.iter().find(|c| c.tp_size == tp_size);
+    let memory = choice.and_then(|c| c.memory);
+    match memory {
+        Some(memory) if memory.serves(&plan.workload) => format!(
+            "Use tp {tp_size}: the smallest size that serves {} on {device} ({} of them fit).",
+            load_in_words(plan),
+            memory.concurrency_max
+        ),
+        Some(memory) => format!(
+            "No tp size serves {} on {device}; tp {tp_size} holds the most: {} of them at once, or one of {} tokens. Lower \
+             --context or --concurrency, or use a larger device.",
+            load_in_words(plan),
+            memory.concurrency_max,
+            memory.context_max
+        ),
+        None => String::new(),
+    }
+}
+
+/// Why a legal size does not load, or loads but does not serve.
+fn why_not_enough(plan: &Plan, choice: &Choice) -> Option<String> {
+    let memory: &RankMemory = choice.memory.as_ref()?;
+    let tp = choice.tp_size;
+    if !memory.loads() {
+        return Some(format!(
+            "tp {tp} does not load: weights {}, activations {} and buffers {} leave nothing of {} for KV.",
+            size(memory.weight_bytes),
+            size(memory.activation_bytes),
+            size(memory.fixed_bytes),
+            size(memory.budget_bytes)
+        ));
+    }
+    if memory.serves(&plan.workload) {
+        return None;
+    }
+    let needed = (plan.workload.concurrency * plan.workload.context) as u64;
+    Some(format!(
+        "tp {tp} loads but does not serve {}: after weights of {} the budget of {} leaves {} for KV, {} tokens, and the load \
+         needs {needed} ({} at {} KiB a token).",
+        load_in_words(plan),
+        size(memory.weight_bytes),
+        size(memory.budget_bytes),
+        size(memory.pages * plan.workload.page_size as u64 * memory.kv_bytes_per_token),
+        memory.pages * plan.workload.page_size as u64,
+        size(needed * memory.kv_bytes_per_token),
+        memory.kv_bytes_per_token >> 10
+    ))
+}
+
+/// What the step from one legal size to the next brings, and why not more.
+fn compare(plan: &Plan, from: &Choice, to: &Choice) -> Option<String> {
+    let (before, after) = (from.memory?, to.memory?);
+    let (slow, fast) = (from.cost?, to.cost?);
+    let (a, b) = (from.tp_size, to.tp_size);
+    let memory_share = 100.0 * after.committed_bytes() as f64 / before.committed_bytes() as f64;
+    let time_share = 100.0 * fast.decode_one_ms / slow.decode_one_ms;
+    let ideal = 100.0 * a as f64 / b as f64;
+    let shared = match plan.device.kind {
+        DeviceKind::Cpu => "; the ranks share this machine's memory and cores",
+        DeviceKind::Gpu => "",
+    };
+    let verdict = if fast.decode_one_ms > slow.decode_one_ms * FASTER {
+        format!("tp {b} will be no faster than tp {a} for one request")
+    } else {
+        format!("tp {b} against tp {a}")
+    };
+    Some(format!(
+        "{verdict}: memory before KV falls to {memory_share:.0} % (ideal {ideal:.0} %) because {} of weights are on every rank \
+         and {} of buffers do not shrink; a decode step takes {:.2} instead of {:.2} ms ({time_share:.0} %), of which {:.2} ms are \
+         {} all-reduces and {:.2} ms launches{shared}.",
+        size(after.replicated_bytes),
+        size(after.fixed_bytes),
+        fast.decode_one_ms,
+        slow.decode_one_ms,
+        fast.decode_one_collectives_ms,
+        fast.all_reduces_per_step,
+        fast.overhead_ms,
+    ))
+}

@@ -1,0 +1,190 @@
+//! `lockstep plan`: what a model takes and how fast it will be at each tp size, before anything loads.
+//!
+//! | file | holds |
+//! |---|---|
+//! | [`device`] | what a device can do: the editable table `devices.json`, `cpu:24g`, this machine |
+//! | [`memory`] | what each rank will hold, from the shard rules that the loader follows |
+//! | [`cost`] | bytes, operations and messages of a step, and the time they take at least |
+//! | [`advice`] | what follows from the numbers, in words |
+//! | [`table`] | the report as text |
+//!
+//! **Invariants:** no weight is read; memory comes from the same [`WeightRule`](lockstep_core::shard::WeightRule)s
+//! that are loaded, so that plan and server cannot disagree; times are lower bounds with a named source, not promises.
+//! The roofline model follows Williams, Waterman, Patterson (2009).
+
+pub mod advice;
+pub mod cost;
+pub mod device;
+pub mod memory;
+pub mod table;
+
+pub use device::{Device, DeviceKind, DeviceTable};
+
+use cost::Cost;
+use lockstep_core::shard;
+use lockstep_core::{DType, ModelConfig, ParallelInfo};
+use lockstep_model::rules::ModelRules;
+use memory::RankMemory;
+use serde::Serialize;
+
+/// Why there is no plan.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    /// A device that is not in the table.
+    #[error("--device {got} is not known; known are {known}, cpu:24g (any memory in GiB) and detect")]
+    UnknownDevice {
+        /// As typed.
+        got: String,
+        /// Names in the table.
+        known: String,
+    },
+    /// A device table of the user's that cannot be read.
+    #[error("device table: {0}")]
+    Table(String),
+    /// A workload that the model cannot have.
+    #[error("--context {context} is above the {max} positions this model was made for; use at most that")]
+    Context {
+        /// As asked.
+        context: usize,
+        /// The model's limit.
+        max: usize,
+    },
+}
+
+/// What is known of a model without its weights.
+pub struct Facts<'a> {
+    /// Its description.
+    pub config: &'a ModelConfig,
+    /// The type each tensor will have in memory; `None` when the checkpoint has no such tensor.
+    pub dtype_of: &'a dyn Fn(&str) -> Option<DType>,
+    /// Where that is from, for the report.
+    pub source: String,
+}
+
+/// The load to plan for, and the flags of `serve` that matter.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Workload {
+    /// Tokens of prompt plus answer of each request.
+    pub context: usize,
+    /// Requests at once.
+    pub concurrency: usize,
+    /// Prefill tokens of a step.
+    pub chunk: usize,
+    /// Tokens in a page.
+    pub page_size: usize,
+    /// Share of the device's memory that ranks may use.
+    pub memory_ratio: f64,
+}
+
+impl Workload {
+    /// The defaults of `serve` on this kind of device, for a model of `max_position`.
+    pub fn default_for(kind: DeviceKind, max_position: usize) -> Self {
+        let (concurrency, chunk, memory_ratio) = match kind {
+            DeviceKind::Gpu => (32, 8192, 0.9),
+            DeviceKind::Cpu => (8, 512, 0.5),
+        };
+        Self { context: max_position.min(8192), concurrency, chunk, page_size: 16, memory_ratio }
+    }
+}
+
+/// One way to cut the model.
+#[derive(Clone, Debug, Serialize)]
+pub struct Choice {
+    /// Ranks that share every layer.
+    pub tp_size: usize,
+    /// Why the model cannot be cut so; nothing else is set then.
+    pub illegal: Option<String>,
+    /// What one rank (the fullest) holds.
+    pub memory: Option<RankMemory>,
+    /// What a step costs.
+    pub cost: Option<Cost>,
+}
+
+/// The answer of `lockstep plan`.
+#[derive(Clone, Debug, Serialize)]
+pub struct Plan {
+    /// Architecture and size in words.
+    pub model: String,
+    /// Where the element types are from.
+    pub source: String,
+    /// All parameters, biases and norms included.
+    pub parameters: u64,
+    /// The device of every rank.
+    pub device: Device,
+    /// What was planned for.
+    pub workload: Workload,
+    /// One per tp size looked at, ascending.
+    pub choices: Vec<Choice>,
+    /// The tp size to use, if one can hold the model.
+    pub recommended: Option<usize>,
+    /// What follows, in words; the first sentence is the recommendation.
+    pub advice: Vec<String>,
+}
+
+/// Tp sizes shown even when they are illegal, so that the reason is seen.
+const SHOWN: [usize; 4] = [1, 2, 4, 8];
+/// Legal tp sizes above it are not shown: no host has so many devices.
+const SHOWN_MAX: usize = 16;
+
+/// Plans `facts` on `device` for `workload`.
+pub fn plan(facts: &Facts<'_>, device: &Device, workload: Workload) -> Result<Plan, PlanError> {
+    let config = facts.config;
+    if workload.context > config.max_position {
+        return Err(PlanError::Context { context: workload.context, max: config.max_position });
+    }
+    let rules = ModelRules::new(config);
+    let choices: Vec<Choice> = (1..=SHOWN_MAX)
+        .filter_map(|tp_size| {
+            let illegal = shard::check_tp_size(config, tp_size as i64).err().map(|e| e.to_string());
+            (illegal.is_none() || SHOWN.contains(&tp_size)).then(|| match illegal {
+                Some(_) => Choice { tp_size, illegal, memory: None, cost: None },
+                None => choice(facts, &rules, device, &workload, tp_size),
+            })
+        })
+        .collect();
+    let parameters = rules.iter().map(|rule| rule.local_elements(ParallelInfo::SINGLE) as u64).sum();
+    let mut plan = Plan {
+        model: describe(config, parameters),
+        source: facts.source.clone(),
+        parameters,
+        device: device.clone(),
+        workload,
+        choices,
+        recommended: None,
+        advice: Vec::new(),
+    };
+    plan.recommended = advice::recommended(&plan);
+    plan.advice = advice::sentences(&plan);
+    Ok(plan)
+}
+
+fn choice(
+    facts: &Facts<'_>,
+    rules: &ModelRules,
+    device: &Device,
+    workload: &Workload,
+    tp_size: usize,
+) -> Choice {
+    // Rank 0 is the fullest: padding of the vocabulary falls on the last ranks.
+    let parallel = ParallelInfo::tensor_parallel(0, tp_size);
+    let memory = RankMemory::new(facts, rules, device, workload, parallel);
+    let cost = Cost::new(facts, rules, device, workload, parallel);
+    Choice { tp_size, illegal: None, memory: Some(memory), cost: Some(cost) }
+}
+
+fn describe(config: &ModelConfig, parameters: u64) -> String {
+    let experts = config.moe.as_ref().map_or(String::new(), |moe| {
+        format!(", {} experts of which {} a token", moe.num_experts, moe.experts_per_token)
+    });
+    format!(
+        "{}, {:.2} billion parameters, {} layers, hidden {}, {} query heads, {} KV heads of {}{experts}, context {}",
+        config.architecture,
+        parameters as f64 / 1e9,
+        config.num_layers,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.max_position
+    )
+}

@@ -1,0 +1,89 @@
+//! What one rank will hold, computed as the server computes it.
+
+use crate::device::{Device, GIB};
+use crate::{Facts, Workload};
+use lockstep_backend::cpu::CpuBackend;
+use lockstep_core::ParallelInfo;
+use lockstep_core::shard::HeadShard;
+use lockstep_model::rules::ModelRules;
+use lockstep_model::{ShardBytes, Workspace};
+use serde::Serialize;
+
+/// Memory of one rank. All counts are this rank's.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct RankMemory {
+    /// What it may use.
+    pub budget_bytes: u64,
+    /// Its shard.
+    pub weight_bytes: u64,
+    /// The part of the shard that other ranks hold too.
+    pub replicated_bytes: u64,
+    /// Activations of the largest step.
+    pub activation_bytes: u64,
+    /// Driver context, library workspaces, captured graphs, communication buffers.
+    pub fixed_bytes: u64,
+    /// K and V of one token over all layers.
+    pub kv_bytes_per_token: u64,
+    /// KV pages that the rest of the budget holds.
+    pub pages: u64,
+    /// How many ranks hold each KV head.
+    pub kv_replicas: usize,
+    /// Longest request: what the pool holds, or the model's own limit.
+    pub context_max: u64,
+    /// Requests of the workload's context that fit at once.
+    pub concurrency_max: u64,
+}
+
+impl RankMemory {
+    /// The memory of the rank at `p`. Panics when the tp size is illegal.
+    pub fn new(
+        facts: &Facts<'_>,
+        rules: &ModelRules,
+        device: &Device,
+        workload: &Workload,
+        p: ParallelInfo,
+    ) -> Self {
+        let config = facts.config;
+        let shard = ShardBytes::of(rules, p, facts.dtype_of);
+        let heads = HeadShard::new(config.num_heads, config.num_kv_heads, p.tp_rank, p.tp_size);
+        let rows = workload.concurrency;
+        // f32 in the CPU backend; a GPU keeps activations in 16 bits.
+        let f32_bytes = Workspace::<CpuBackend>::bytes(config, p, workload.chunk + rows, rows);
+        let activation_bytes = (f32_bytes * device.kind.activation_bytes() / size_of::<f32>()) as u64;
+        let elements = 2 * config.num_layers * heads.kv_heads.len() * config.head_dim;
+        let kv_bytes_per_token = (elements * device.kind.activation_bytes()) as u64;
+        let budget_bytes = device.rank_budget_bytes(workload.memory_ratio, p.tp_size);
+        let fixed_bytes = (device.fixed_gib * GIB) as u64;
+        let weight_bytes = shard.total() as u64;
+        let left = budget_bytes.saturating_sub(weight_bytes + activation_bytes + fixed_bytes);
+        let page_size = workload.page_size as u64;
+        let pages = left / (kv_bytes_per_token * page_size);
+        Self {
+            budget_bytes,
+            weight_bytes,
+            replicated_bytes: shard.replicated as u64,
+            activation_bytes,
+            fixed_bytes,
+            kv_bytes_per_token,
+            pages,
+            kv_replicas: heads.kv_replicas,
+            context_max: (pages * page_size).min(config.max_position as u64),
+            concurrency_max: pages / (workload.context as u64).div_ceil(page_size),
+        }
+    }
+
+    /// Whether weights and buffers fit and leave room for a request of two tokens.
+    pub fn loads(&self) -> bool {
+        self.pages > 0
+    }
+
+    /// Whether the whole workload fits.
+    pub fn serves(&self, workload: &Workload) -> bool {
+        self.concurrency_max >= workload.concurrency as u64
+    }
+
+    /// Everything but KV.
+    pub fn committed_bytes(&self) -> u64 {
+        self.weight_bytes + self.activation_bytes + self.fixed_bytes
+    }
+}

@@ -1,0 +1,151 @@
+//! Plans of public models against numbers worked out by hand from their configs.
+#![allow(clippy::unwrap_used)] // tests may unwrap
+
+use lockstep_core::config::hf;
+use lockstep_core::{DType, ModelConfig};
+use lockstep_planner::{DeviceTable, Facts, Plan, Workload};
+
+fn config(name: &str) -> ModelConfig {
+    let path = format!("{}/tests/configs/{name}.json", env!("CARGO_MANIFEST_DIR"));
+    hf::parse(&std::fs::read(path).unwrap()).unwrap()
+}
+
+/// The plan for `concurrency` requests of `context` tokens.
+fn planned(name: &str, device: &str, context: usize, concurrency: usize) -> Plan {
+    let config = config(name);
+    let device = DeviceTable::built_in().find(device).unwrap();
+    let facts = Facts { config: &config, dtype_of: &|_| Some(DType::Bf16), source: "bf16".into() };
+    let workload =
+        Workload { context, concurrency, ..Workload::default_for(device.kind, config.max_position) };
+    lockstep_planner::plan(&facts, &device, workload).unwrap()
+}
+
+fn legal(plan: &Plan) -> Vec<usize> {
+    plan.choices.iter().filter(|c| c.illegal.is_none()).map(|c| c.tp_size).collect()
+}
+
+#[test]
+fn parameters_weights_and_kv_of_public_models() {
+    // name, parameters, legal tp sizes up to 16, bytes of KV a token at tp 1 (2 x layers x KV heads x head_dim x 2)
+    let known = [
+        ("qwen3-8b", 8_190_735_360, vec![1, 2, 4, 8, 16], 147_456),
+        ("qwen3-14b", 14_768_307_200, vec![1, 2, 4, 8], 163_840),
+        ("qwen3-32b", 32_762_123_264, vec![1, 2, 4, 8, 16], 262_144),
+        ("qwen2.5-32b", 32_763_876_352, vec![1, 2, 4, 8], 262_144),
+        ("qwen3-30b-a3b", 30_532_122_624, vec![1, 2, 4, 8, 16], 98_304),
+        ("llama-3.1-70b", 70_553_706_496, vec![1, 2, 4, 8, 16], 327_680),
+        ("llama-3.1-405b", 405_853_388_800, vec![1, 2, 4, 8, 16], 516_096),
+    ];
+    for (name, parameters, sizes, kv) in known {
+        let plan = planned(name, "h200", 8192, 32);
+        assert_eq!((plan.parameters, legal(&plan)), (parameters, sizes), "{name}");
+        let memory = plan.choices[0].memory.unwrap();
+        assert_eq!(memory.kv_bytes_per_token, kv, "{name}");
+        // Matrices take 2 bytes, norms and biases 4: within a thousandth of 2 bytes a parameter.
+        let plain = 2 * parameters;
+        assert!((plain..plain + plain / 1000).contains(&memory.weight_bytes), "{name}: {memory:?}");
+    }
+}
+
+/// Why a 32B model on one 80 GB card loads but may not serve, to the byte.
+#[test]
+fn qwen25_32b_on_one_a100_loads_but_does_not_serve() {
+    let plan = planned("qwen2.5-32b", "a100-80g", 8192, 32);
+    let memory = plan.choices[0].memory.unwrap();
+    // See docs/sharding.md for the sum.
+    assert_eq!(memory.weight_bytes, 65_529_991_168);
+    assert_eq!(memory.budget_bytes, (79.2 * 0.9 * 1024.0 * 1024.0 * 1024.0) as u64);
+    assert!(memory.loads() && !memory.serves(&plan.workload));
+    let left = memory.budget_bytes - memory.committed_bytes();
+    assert_eq!(memory.pages, left / (16 * 262_144));
+    // 32 x 8192 tokens of 256 KiB are 64 GiB, which no card with 61 GiB of weights has left.
+    assert!(
+        plan.advice.iter().any(|s| s.starts_with("tp 1 loads but does not serve 32 requests of 8192 tokens")
+            && s.contains("262144 (64.00 GiB at 256 KiB a token)")),
+        "{:#?}",
+        plan.advice
+    );
+    // Half the weights a rank, half the KV of a token: 32 of them fit on two.
+    assert_eq!(plan.recommended, Some(2));
+    assert!(plan.choices[1].memory.unwrap().concurrency_max >= 32);
+}
+
+/// Why twice the ranks halve neither memory nor time.
+#[test]
+fn doubling_tp_halves_neither_memory_nor_time() {
+    let plan = planned("qwen2.5-32b", "h200", 8192, 32);
+    for pair in plan.choices.windows(2).filter(|p| p[1].illegal.is_none() && p[0].illegal.is_none()) {
+        let (a, b) = (pair[0].memory.unwrap(), pair[1].memory.unwrap());
+        assert!(2 * b.committed_bytes() > a.committed_bytes());
+        assert!(b.replicated_bytes > 0 && b.fixed_bytes == a.fixed_bytes);
+        let (a, b) = (pair[0].cost.unwrap(), pair[1].cost.unwrap());
+        assert!(2.0 * b.decode_one_ms > a.decode_one_ms, "{a:?} {b:?}");
+        assert_eq!(b.all_reduces_per_step, 2 * 64 + 1);
+        assert_eq!(b.all_reduce_bytes_per_token, 5120 * 2);
+    }
+    let words = plan.advice.iter().find(|s| s.starts_with("tp 2 against tp 1")).unwrap();
+    assert!(words.contains("are on every rank") && words.contains("129 all-reduces"), "{words}");
+}
+
+/// The decode floor of Qwen3-8B at batch 1 by hand: all weights but the input embedding over the bandwidth,
+/// the KV of 1,024 tokens, 36 layers of launches.
+#[test]
+fn decode_time_of_qwen3_8b_by_hand() {
+    let plan = planned("qwen3-8b", "h200", 1024, 1);
+    let bytes = 2.0 * (8_190_735_360.0 - 151_936.0 * 4096.0) + 2.0 * 2.0 * (36.0 * 8448.0 + 4096.0) / 2.0;
+    let kv = 1024.0 * 147_456.0;
+    let by_hand = (bytes + kv) / 4300e9 * 1e3 + 36.0 * 12.0 / 1e3;
+    let cost = plan.choices[0].cost.unwrap();
+    assert!((cost.decode_one_ms - by_hand).abs() < 0.002 * by_hand, "{} {by_hand}", cost.decode_one_ms);
+    // Measured on that card with the best kernels: 4.1 ms (mini-SGLang 5.3).
+    assert!((3.7..4.3).contains(&cost.decode_one_ms));
+}
+
+#[test]
+fn experts_are_read_as_they_are_chosen() {
+    let of =
+        |requests| planned("qwen3-30b-a3b", "h200", 1024, requests).choices[0].cost.unwrap().decode_all_ms;
+    // One token reads 8 of 128 experts: far below the 57 GiB; 256 tokens read nearly all.
+    let all_ms = 2.0 * 30_532_122_624.0 / 4300e9 * 1e3;
+    assert!(of(1) < 0.2 * all_ms, "{}", of(1));
+    assert!(of(256) > all_ms, "{}", of(256));
+    let plan = planned("qwen3-30b-a3b", "h200", 8192, 32);
+    let eight = plan.choices.iter().find(|c| c.tp_size == 8).unwrap();
+    assert_eq!(eight.memory.unwrap().kv_replicas, 2);
+    assert!(
+        plan.advice
+            .iter()
+            .any(|s| s.starts_with("tp 8: more ranks than KV heads, so 2 ranks hold each head"))
+    );
+}
+
+#[test]
+fn a_model_that_fits_nowhere_and_one_that_cannot_be_cut() {
+    let plan = planned("llama-3.1-405b", "rtx4090", 8192, 32);
+    assert_eq!(plan.recommended, None);
+    assert!(plan.advice[0].starts_with("No tp size fits: nearest is tp 16"), "{}", plan.advice[0]);
+    let mut config = config("qwen3-8b");
+    (config.num_heads, config.num_kv_heads) = (6, 2);
+    let device = DeviceTable::built_in().find("h200").unwrap();
+    let facts = Facts { config: &config, dtype_of: &|_| Some(DType::Bf16), source: String::new() };
+    let plan = lockstep_planner::plan(&facts, &device, Workload::default_for(device.kind, 40960)).unwrap();
+    assert_eq!(legal(&plan), [1, 2, 6]);
+    let four = plan.choices.iter().find(|c| c.tp_size == 4).unwrap();
+    assert!(four.illegal.as_ref().unwrap().contains("6 query heads"));
+    let text = lockstep_planner::table::render(&plan);
+    assert!(text.contains("--tp 4 does not divide the model's 6 query heads"), "{text}");
+}
+
+#[test]
+fn ranks_of_one_machine_share_it() {
+    let plan = planned("qwen3-8b", "cpu:64g", 4096, 4);
+    let (one, two) = (plan.choices[0].clone(), plan.choices[1].clone());
+    assert_eq!(one.memory.unwrap().budget_bytes, 2 * two.memory.unwrap().budget_bytes);
+    assert_eq!(one.memory.unwrap().kv_bytes_per_token, 2 * 147_456, "f32 KV");
+    assert!(two.cost.unwrap().decode_one_ms >= one.cost.unwrap().decode_one_ms);
+    assert!(
+        plan.advice.iter().any(|s| s.starts_with("tp 2 will be no faster than tp 1")),
+        "{:#?}",
+        plan.advice
+    );
+}
