@@ -24,6 +24,8 @@ pub enum QuantizationConfig {
         group_size: Option<usize>,
         /// The file orders inputs by activation (`g_idx` maps them to groups).
         activation_order: bool,
+        /// Zeros are stored as they are (`gptq_v2`) instead of less 1.
+        second_format: bool,
     },
     /// AWQ: `qweight`, `qzeros`, `scales` in the packing of AutoAWQ's `gemm` version.
     Awq {
@@ -83,9 +85,18 @@ impl Reader<'_> {
     }
 
     fn gptq(&self) -> Result<QuantizationConfig, ConfigError> {
-        self.only("checkpoint_format", &["gptq"])?;
-        let activation_order = self.get("desc_act").and_then(Value::as_bool).unwrap_or(false);
-        Ok(QuantizationConfig::Gptq { bits: self.bits()?, group_size: self.group_size()?, activation_order })
+        self.only("checkpoint_format", &["gptq", "gptq_v2"])?;
+        if let Some(v) = self.get("dynamic")
+            && !v.as_object().is_some_and(Map::is_empty)
+        {
+            return Err(self.unsupported("dynamic", v, "the same bits and groups for all modules"));
+        }
+        Ok(QuantizationConfig::Gptq {
+            bits: self.bits()?,
+            group_size: self.group_size()?,
+            activation_order: self.get("desc_act").and_then(Value::as_bool).unwrap_or(false),
+            second_format: self.get("checkpoint_format").and_then(Value::as_str) == Some("gptq_v2"),
+        })
     }
 
     fn awq(&self) -> Result<QuantizationConfig, ConfigError> {
@@ -120,7 +131,7 @@ impl Reader<'_> {
     fn only(&self, key: &str, accepted: &[&str]) -> Result<(), ConfigError> {
         match self.get(key) {
             Some(v) if !v.as_str().is_some_and(|text| accepted.contains(&text)) => {
-                Err(self.unsupported(key, v, &format!("only {}", accepted[0])))
+                Err(self.unsupported(key, v, &format!("only {}", accepted.join(", "))))
             }
             _ => Ok(()),
         }
@@ -166,8 +177,16 @@ mod tests {
             json!({"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": true, "sym": true});
         assert_eq!(
             parse(gptq).unwrap(),
-            QuantizationConfig::Gptq { bits: 4, group_size: None, activation_order: true }
+            QuantizationConfig::Gptq {
+                bits: 4,
+                group_size: None,
+                activation_order: true,
+                second_format: false
+            }
         );
+        let second =
+            json!({"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": "gptq_v2"});
+        assert!(matches!(parse(second), Ok(QuantizationConfig::Gptq { second_format: true, .. })));
         let awq = json!({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm",
             "zero_point": true});
         assert_eq!(parse(awq).unwrap(), QuantizationConfig::Awq { bits: 4, group_size: Some(128) });
@@ -181,6 +200,7 @@ mod tests {
             (json!({"quant_method": "fp8", "fmt": "e5m2"}), "e5m2"),
             (json!({"quant_method": "gptq", "bits": 3, "group_size": 128}), "bits"),
             (json!({"quant_method": "gptq", "bits": 4}), "group_size"),
+            (json!({"quant_method": "gptq", "bits": 4, "group_size": 64, "dynamic": {"a": {}}}), "dynamic"),
             (json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}), "marlin"),
             (json!({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}), "gemv"),
         ] {

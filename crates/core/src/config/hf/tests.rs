@@ -193,6 +193,70 @@ fn qwen3_moe() {
     assert!(message.contains("num_experts"), "{message}");
 }
 
+/// The keys of well-known checkpoints, those that say nothing new included.
+#[test]
+fn files_as_found() {
+    let read = |text: &str| parse(text.as_bytes()).unwrap_or_else(|e| panic!("{e}\n{text}"));
+    let llama = read(
+        r#"{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "rope_theta": 500000.0, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true,
+        "vocab_size": 128256}"#,
+    );
+    assert_eq!((llama.head_dim, llama.eos_tokens.len()), (128, 3));
+    let qwen = read(
+        r#"{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+        "intermediate_size": 27648, "max_position_embeddings": 32768, "max_window_layers": 64,
+        "model_type": "qwen2", "num_attention_heads": 40, "num_hidden_layers": 64, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true,
+        "use_sliding_window": false, "vocab_size": 152064}"#,
+    );
+    assert!(qwen.qkv_bias && !qwen.o_bias && qwen.sliding_window.is_none());
+    let moe = read(
+        r#"{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "decoder_sparse_step": 1,
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+        "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+        "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false,
+        "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "sliding_window": null, "tie_word_embeddings": false, "use_sliding_window": false,
+        "vocab_size": 151936}"#,
+    );
+    assert_eq!(moe.moe.unwrap().sparse_layers, [true; 48]);
+    let phi4_mini = read(&format!(
+        r#"{{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "bos_token_id": 199999,
+        "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu",
+        "hidden_size": 3072, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": false,
+        "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "phi3",
+        "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096, "pad_token_id": 199999, "partial_rotary_factor": 0.75,
+        "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": {{"long_factor": {0:?},
+        "short_factor": {0:?}, "type": "longrope"}}, "rope_theta": 10000.0, "sliding_window": 262144,
+        "tie_word_embeddings": true, "vocab_size": 200064}}"#,
+        [1.5; 48]
+    ));
+    assert_eq!((phi4_mini.rotary_dim, phi4_mini.window(0)), (96, Some(262_144)));
+    let gemma = read(
+        r#"{"architectures": ["Gemma2ForCausalLM"], "attention_bias": false, "attn_logit_softcapping": 50.0,
+        "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+        "final_logit_softcapping": 30.0, "head_dim": 128, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 4608, "intermediate_size": 36864,
+        "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 32,
+        "num_hidden_layers": 46, "num_key_value_heads": 16, "pad_token_id": 0, "query_pre_attn_scalar": 144,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": 4096,
+        "use_cache": true, "vocab_size": 256000}"#,
+    );
+    assert_eq!((gemma.attention_scale, gemma.window(45)), (1.0 / 12.0, None));
+}
+
 #[test]
 fn what_is_not_understood_is_refused_by_name() {
     for (patch, word) in [
