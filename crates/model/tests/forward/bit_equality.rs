@@ -89,7 +89,7 @@ fn every_family_is_bit_equal_too() {
 #[test]
 fn odd_tp_sizes_agree_within_the_bound() {
     let temp = TempDir::new("odd-tp");
-    for (name, tp) in [("rand_heads3", 3), ("rand_heads6", 6)] {
+    for (name, tp) in [("rand_heads3", 3), ("rand_heads6", 6), ("rand_qwen3_moe_heads6", 6)] {
         let folder = Fixture::named(name).write_into(temp.path());
         let prompts = prompts();
         let whole = one_by_one(&prompts, usize::MAX >> 1);

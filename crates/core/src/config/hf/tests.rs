@@ -319,4 +319,11 @@ fn illegal_tp_sizes_say_what_works() {
     );
     assert!(crate::shard::check_tp_size(&c, 0).is_err());
     assert!(crate::shard::check_tp_size(&c, 4).unwrap_err().to_string().contains("6 query heads"));
+    let heads = json!({"num_attention_heads": 8, "num_key_value_heads": 4, "moe_intermediate_size": 12});
+    let c = of("Qwen3MoeForCausalLM", moe(heads)).unwrap();
+    assert_eq!(
+        crate::shard::check_tp_size(&c, 8).unwrap_err().to_string(),
+        "--tp 8 does not divide the inner width 12 of the model's experts; \
+         tp sizes that work for this model: 1, 2, 4"
+    );
 }
