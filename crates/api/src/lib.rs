@@ -24,6 +24,7 @@ pub mod error;
 mod fields;
 mod handlers;
 mod metrics;
+pub mod parsers;
 mod request;
 mod respond;
 pub mod server;

@@ -1,0 +1,62 @@
+//! What all readers of call sections share.
+//!
+//! A *section* is the part of an answer from a format's opening marker to its end, e.g. from
+//! `<tool_call>` to `</tool_call>`. A reader takes it a character at a time.
+
+use super::event::Sink;
+
+/// What a reader made of a character.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Taken; the section goes on.
+    More,
+    /// Taken; the section is complete. Only after at least one call.
+    Done,
+    /// Not taken: the section ended before this character.
+    Fail,
+}
+
+/// A reader of one section. It never takes back a call that it started.
+pub(super) trait Section: std::fmt::Debug + Send {
+    /// Takes the next character.
+    fn push(&mut self, c: char, sink: &mut Sink) -> Step;
+
+    /// A call was started and has not ended: what comes belongs to it.
+    fn is_in_call(&self) -> bool;
+
+    /// The text since the last call is markup only (separators, a closing marker), so it needs no
+    /// showing should the answer end here.
+    fn is_between_calls(&self) -> bool;
+}
+
+/// Matches one of several markers, a character at a time.
+#[derive(Debug)]
+pub(super) struct Markers {
+    candidates: &'static [&'static str],
+    seen: String,
+}
+
+impl Markers {
+    pub(super) fn new(candidates: &'static [&'static str]) -> Self {
+        Self { candidates, seen: String::new() }
+    }
+
+    /// Nothing of a marker was seen.
+    pub(super) fn is_fresh(&self) -> bool {
+        self.seen.is_empty()
+    }
+
+    /// `Ok(Some(marker))`: complete (and ready for the next one). `Ok(None)`: more must come.
+    /// `Err`: no marker continues like this.
+    pub(super) fn push(&mut self, c: char) -> Result<Option<&'static str>, ()> {
+        self.seen.push(c);
+        if !self.candidates.iter().any(|marker| marker.starts_with(&self.seen)) {
+            return Err(());
+        }
+        let complete = self.candidates.iter().copied().find(|marker| *marker == self.seen);
+        if complete.is_some() {
+            self.seen.clear();
+        }
+        Ok(complete)
+    }
+}

@@ -1,0 +1,282 @@
+//! What each format's answers become, and how parsers are chosen.
+
+mod random;
+
+use super::*;
+use serde_json::json;
+
+const FORMATS: [ToolFormat; 6] = [
+    ToolFormat::Hermes,
+    ToolFormat::Llama3Json,
+    ToolFormat::Mistral,
+    ToolFormat::Pythonic,
+    ToolFormat::Phi4Mini,
+    ToolFormat::DeepSeek,
+];
+
+fn setup(tools: Option<ToolFormat>, reasoning: Option<ReasoningFormat>) -> AnswerSetup {
+    AnswerSetup {
+        tools,
+        function_names: vec!["f".into(), "get_weather".into()],
+        reasoning,
+        begins_in_reasoning: reasoning == Some(ReasoningFormat::DeepSeekR1),
+        id_seed: "s".into(),
+    }
+}
+
+/// The joined answer: neighbours of one kind are one.
+fn joined(events: impl IntoIterator<Item = Event>) -> Vec<Event> {
+    let mut out: Vec<Event> = Vec::new();
+    for event in events {
+        match (out.last_mut(), event) {
+            (Some(Event::TextDelta(last)), Event::TextDelta(text)) => last.push_str(&text),
+            (Some(Event::ReasoningDelta(last)), Event::ReasoningDelta(text)) => last.push_str(&text),
+            (
+                Some(Event::ToolCallArgumentsDelta { index: a, text: last }),
+                Event::ToolCallArgumentsDelta { index, text },
+            ) if *a == index => last.push_str(&text),
+            (_, event) => out.push(event),
+        }
+    }
+    out
+}
+
+fn parse_whole(setup: &AnswerSetup, text: &str) -> Vec<Event> {
+    let mut parser = AnswerParser::new(setup.clone());
+    let mut events = parser.push(text);
+    events.extend(parser.finish());
+    joined(events)
+}
+
+fn text(text: &str) -> Event {
+    Event::TextDelta(text.into())
+}
+
+fn reasoning(text: &str) -> Event {
+    Event::ReasoningDelta(text.into())
+}
+
+fn call(index: usize, name: &str, arguments: &str) -> Vec<Event> {
+    let start = Event::ToolCallStart { index, id: format!("call_s{index}"), name: name.into() };
+    match arguments {
+        "" => vec![start],
+        _ => vec![start, Event::ToolCallArgumentsDelta { index, text: arguments.into() }],
+    }
+}
+
+fn check(format: ToolFormat, answer: &str, expected: &[Vec<Event>]) {
+    let setup = setup(Some(format), None);
+    assert_eq!(parse_whole(&setup, answer), expected.concat(), "{format:?}: {answer}");
+    // The same a character at a time.
+    let mut parser = AnswerParser::new(setup);
+    let mut events: Vec<Event> =
+        answer.chars().flat_map(|c| parser.push(c.encode_utf8(&mut [0; 4]))).collect();
+    events.extend(parser.finish());
+    assert_eq!(joined(events), expected.concat(), "{format:?}, by characters: {answer}");
+}
+
+#[test]
+fn hermes_calls() {
+    use ToolFormat::Hermes;
+    let answer = "Let me see.\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": [1, {\"b\": \"}</tool_call>\"}]}}\n</tool_call>\n\
+                  <tool_call>\n{\"arguments\": {}, \"name\": \"g\"}\n</tool_call>\n";
+    let arguments = r#"{"a": [1, {"b": "}</tool_call>"}]}"#;
+    check(Hermes, answer, &[vec![text("Let me see.")], call(0, "f", arguments), call(1, "g", "{}")]);
+    check(
+        Hermes,
+        "<tool_call>{\"name\": \"now\"}</tool_call> so",
+        &[call(0, "now", "{}"), vec![text(" so")]],
+    );
+    // JSON text inside a string, and a raw line break inside a string.
+    let doubled = r#"<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}</tool_call>"#;
+    check(Hermes, doubled, &[call(0, "f", r#"{"a": 1}"#)]);
+    let raw = "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"x\ny\"}}</tool_call>";
+    check(Hermes, raw, &[call(0, "f", r#"{"a": "x\ny"}"#)]);
+    let null = r#"<tool_call>{"name": "f", "arguments": null}</tool_call>"#;
+    check(Hermes, null, &[call(0, "f", "{}")]);
+}
+
+#[test]
+fn llama_calls() {
+    use ToolFormat::Llama3Json;
+    let one = r#"{"name": "f", "parameters": {"a": 1.5e3}}"#;
+    check(Llama3Json, one, &[call(0, "f", r#"{"a": 1.5e3}"#)]);
+    check(Llama3Json, &format!("<|python_tag|>{one}"), &[call(0, "f", r#"{"a": 1.5e3}"#)]);
+    let typed =
+        r#" {"type": "function", "name": "f", "parameters": {}}; {"name": "f", "parameters": {"b": 2}}"#;
+    check(Llama3Json, typed, &[call(0, "f", "{}"), call(1, "f", r#"{"b": 2}"#)]);
+    for data in [
+        r#"{"name": "Bob", "age": 3}"#,
+        r#"{"name": "Bob"}"#,
+        r#"{"name": "unknown", "parameters": {}}"#,
+        r#"{"name": "f", "parameters": [1]}"#,
+        r#"The call is {"name": "f", "parameters": {}}"#,
+        "{}",
+        "<|python_tag|>print(1)",
+        "{\"a\": 1} and more",
+    ] {
+        check(Llama3Json, data, &[vec![text(data)]]);
+    }
+}
+
+#[test]
+fn mistral_calls() {
+    use ToolFormat::Mistral;
+    let list = r#"[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}, "id": "abcdefghi"}]"#;
+    check(Mistral, list, &[call(0, "f", r#"{"a": 1}"#), call(1, "g", "{}")]);
+    let named = r#"Well[TOOL_CALLS]f[ARGS]{"a": "]"}[TOOL_CALLS]g{}"#;
+    check(Mistral, named, &[vec![text("Well")], call(0, "f", r#"{"a": "]"}"#), call(1, "g", "{}")]);
+    let with_id = parse_whole(&setup(Some(Mistral), None), "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}");
+    assert!(matches!(&with_id[0], Event::ToolCallStart { id, .. } if id == "abcdefghi"), "{with_id:?}");
+    for data in ["[TOOL_CALLS] are great", "[TOOL_CALLS][]", "[TOOL_CALLS][1]", "[TOOL", "[1, 2]"] {
+        check(Mistral, data, &[vec![text(data)]]);
+    }
+}
+
+#[test]
+fn pythonic_calls() {
+    use ToolFormat::Pythonic;
+    let answer = r#"[get_weather(city="Z\"ü)", days=2, deep={'a': [True, None, -1.5], 'b': (1,)}), f()]"#;
+    let arguments = r#"{"city": "Z\"ü)", "days": 2, "deep": {"a": [true, null, -1.5], "b": [1]}}"#;
+    check(Pythonic, answer, &[call(0, "get_weather", arguments), call(1, "f", "{}")]);
+    let tagged = "Now: <|python_start|>[other(x='é\\n')]<|python_end|>";
+    check(Pythonic, tagged, &[vec![text("Now:")], call(0, "other", r#"{"x": "é\n"}"#)]);
+    for data in
+        ["[1, 2]", "[f(1)]", "[f(a=b)]", "[unknown(a=1)]", "[]", "[f(a=1", "See [f(a=1)]", "[f(a=01)]"]
+    {
+        check(Pythonic, data, &[vec![text(data)]]);
+    }
+    check(Pythonic, "[f(a=1), 5]", &[call(0, "f", r#"{"a": 1}"#), vec![text(", 5]")]]);
+}
+
+#[test]
+fn phi_calls() {
+    use ToolFormat::Phi4Mini;
+    let answer = r#"functools[{"name": "f", "arguments": {"a": 1}},{"name": "g", "arguments": {}}]"#;
+    check(Phi4Mini, answer, &[call(0, "f", r#"{"a": 1}"#), call(1, "g", "{}")]);
+    let tagged = r#"<|tool_call|>[{"name": "f", "arguments": {}}]<|/tool_call|>"#;
+    check(Phi4Mini, tagged, &[call(0, "f", "{}")]);
+    for data in ["import functools\nx = [1]", "functools", "functools.reduce", "functools[0]"] {
+        check(Phi4Mini, data, &[vec![text(data)]]);
+    }
+}
+
+#[test]
+fn deepseek_calls() {
+    use ToolFormat::DeepSeek;
+    let v3 = "Ok.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{\"a\": 1}\n```<｜tool▁call▁end｜>\n\
+              <｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>";
+    check(DeepSeek, v3, &[vec![text("Ok.")], call(0, "f", r#"{"a": 1}"#), call(1, "g", "{}")]);
+    let v31 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>";
+    check(DeepSeek, v31, &[call(0, "f", r#"{"a": 1}"#)]);
+    for data in ["<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", "<｜tool▁calls▁begin｜>x", "<｜tool▁calls"]
+    {
+        check(DeepSeek, data, &[vec![text(data)]]);
+    }
+}
+
+/// Whatever is cut off: text before a call has started, the call as far as it came afterwards.
+#[test]
+fn an_answer_that_ends_early() {
+    use ToolFormat::{DeepSeek, Hermes, Mistral};
+    check(Hermes, "<tool_call>\n{\"name\": \"f", &[vec![text("<tool_call>\n{\"name\": \"f")]]);
+    check(
+        Hermes,
+        "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": \"x",
+        &[call(0, "f", "{\"a\": \"x")],
+    );
+    check(Hermes, "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_", &[call(0, "f", "{}")]);
+    check(Hermes, "hi <tool_ca", &[vec![text("hi <tool_ca")]]);
+    check(Hermes, "hi \n", &[vec![text("hi \n")]]);
+    let second = r#"[TOOL_CALLS][{"name": "f", "arguments": {}}, {"nam"#;
+    check(Mistral, second, &[call(0, "f", "{}"), vec![text(r#", {"nam"#)]]);
+    check(
+        DeepSeek,
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f",
+        &[vec![text("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f")]],
+    );
+    // Broken off by the model itself.
+    let broken = "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": oops}}</tool_call>";
+    check(Hermes, broken, &[call(0, "f", "{\"a\": "), vec![text("oops}}</tool_call>")]]);
+    let again = "<tool_call><tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>";
+    check(Hermes, again, &[vec![text("<tool_call>")], call(0, "f", "{}")]);
+}
+
+#[test]
+fn reasoning_is_split_off() {
+    use ReasoningFormat::{DeepSeekR1, Kimi, Mistral, Think};
+    let cases = [
+        (
+            Think,
+            "<think>\nAdd </thin them.\n</think>\n\n2 <think>",
+            vec![reasoning("Add </thin them."), text("2 <think>")],
+        ),
+        (Think, "no tags </think>", vec![text("no tags </think>")]),
+        (Think, "\n<think>\n\n</think>\n\nx", vec![text("x")]),
+        (Think, "<thin", vec![text("<thin")]),
+        (Think, "<think>never ends \n", vec![reasoning("never ends \n")]),
+        (Think, "<thinking>", vec![text("<thinking>")]),
+        (DeepSeekR1, "Add.\n</think>\n2", vec![reasoning("Add."), text("2")]),
+        (DeepSeekR1, "<think>\nAdd.</think>2", vec![reasoning("Add."), text("2")]),
+        (DeepSeekR1, "</think>2", vec![text("2")]),
+        (Mistral, "[THINK]a[/THINK]b", vec![reasoning("a"), text("b")]),
+        (Kimi, "◁think▷a◁/think▷b", vec![reasoning("a"), text("b")]),
+    ];
+    for (format, answer, expected) in cases {
+        assert_eq!(parse_whole(&setup(None, Some(format)), answer), expected, "{answer}");
+    }
+    let both =
+        "<think>\nI need it.\n</think>\n\n<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>";
+    let expected = [vec![reasoning("I need it.")], call(0, "f", "{}")].concat();
+    assert_eq!(parse_whole(&setup(Some(ToolFormat::Hermes), Some(Think)), both), expected);
+}
+
+#[test]
+fn parsers_are_chosen_by_the_template() {
+    let folder = std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/templates"));
+    let expected = [
+        ("qwen25", Some(ToolFormat::Hermes), None, false),
+        ("qwen3", Some(ToolFormat::Hermes), Some(ReasoningFormat::Think), false),
+        ("hermes3.tool_use", Some(ToolFormat::Hermes), None, false),
+        ("llama31", Some(ToolFormat::Llama3Json), None, false),
+        ("mistral_v03", Some(ToolFormat::Mistral), None, false),
+        ("mistral_nemo", Some(ToolFormat::Mistral), None, false),
+        ("pythonic", Some(ToolFormat::Pythonic), None, false),
+        ("phi4_mini", Some(ToolFormat::Phi4Mini), None, false),
+        ("deepseek_r1_distill", Some(ToolFormat::DeepSeek), Some(ReasoningFormat::DeepSeekR1), true),
+        ("gemma2", None, None, false),
+        ("chatml", None, None, false),
+    ];
+    for (name, tools, reasoning, reasoning_is_open) in expected {
+        let text = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
+        assert_eq!(detect(&text, ""), ParserChoice { tools, reasoning, reasoning_is_open }, "{name}");
+    }
+    assert_eq!(detect("", "NousResearch/Hermes-3-Llama-3.2-3B").tools, Some(ToolFormat::Hermes));
+    assert_eq!(detect("", "meta-llama/Llama-3.2-1B-Instruct").tools, Some(ToolFormat::Llama3Json));
+    assert_eq!(detect("<tool_call>\n<function=x>", "Qwen/Qwen3-Coder-30B").tools, None);
+    let v31 = "</think>{% if add_generation_prompt %}{% if not thinking %}{{'</think>'}}{% else %}{{'<think>'}}{% endif %}{% endif %}";
+    assert_eq!(detect(v31, "").reasoning, Some(ReasoningFormat::Think));
+}
+
+#[test]
+fn a_request_turns_thinking_on_and_off() {
+    let kwargs = |value: serde_json::Value| value.as_object().cloned().unwrap();
+    let choice = |reasoning_is_open| ParserChoice { reasoning_is_open, ..ParserChoice::default() };
+    assert!(choice(true).begins_in_reasoning(&kwargs(json!({}))));
+    assert!(!choice(true).begins_in_reasoning(&kwargs(json!({"enable_thinking": false}))));
+    assert!(!choice(true).begins_in_reasoning(&kwargs(json!({"continue_final_message": true}))));
+    assert!(!choice(false).begins_in_reasoning(&kwargs(json!({"enable_thinking": true}))));
+}
+
+#[test]
+fn every_name_finds_its_parser() {
+    for (name, format) in TOOL_CALL_PARSERS {
+        assert_eq!(ToolFormat::from_name(name), Some(*format));
+        assert_eq!(ToolFormat::from_name(format.name()), Some(*format));
+    }
+    for (name, format) in REASONING_PARSERS {
+        assert_eq!(ReasoningFormat::from_name(name), Some(*format));
+        assert_eq!(ReasoningFormat::from_name(format.name()), Some(*format));
+    }
+    assert_eq!(ToolFormat::from_name("nonsense"), None);
+}

@@ -1,0 +1,175 @@
+//! Finds call sections in the text of an answer and hands them to their readers.
+//!
+//! **Invariants**
+//! - Every character comes out: as text, as part of a call, or it was markup of a section with a call.
+//! - What merely looks like a call comes out as text, unchanged: nothing of a section is dropped
+//!   before its first call has started.
+//! - White space directly before or after a section is layout and left out.
+//! - Time is linear: a character is looked at once by a reader and at most once more as text.
+
+use super::choice::ToolFormat;
+use super::deepseek::{self, DeepSeekCalls};
+use super::event::Sink;
+use super::json_calls::{JsonCalls, Shape};
+use super::mistral::{self, MistralCalls};
+use super::pythonic::{self, PythonicCalls};
+use super::section::{Section, Step};
+
+const HERMES_OPEN: &str = "<tool_call>";
+const LLAMA_TAG: &str = "<|python_tag|>";
+const PHI_OPEN: &str = "functools";
+const PHI_TAG: &str = "<|tool_call|>";
+
+impl ToolFormat {
+    /// Markers that open a section anywhere in the answer.
+    pub(super) fn openers(self) -> &'static [&'static str] {
+        match self {
+            Self::Hermes => &[HERMES_OPEN],
+            Self::Llama3Json => &[LLAMA_TAG],
+            Self::Mistral => &[mistral::TOOL_CALLS],
+            Self::Pythonic => &[pythonic::PYTHON_START],
+            Self::Phi4Mini => &[PHI_OPEN, PHI_TAG],
+            Self::DeepSeek => &[deepseek::CALLS_BEGIN],
+        }
+    }
+
+    /// The character that opens a section without a marker, at the start of an answer only.
+    fn bare_opener(self) -> Option<char> {
+        match self {
+            Self::Llama3Json => Some('{'),
+            Self::Pythonic => Some('['),
+            _ => None,
+        }
+    }
+
+    /// The reader of a section behind `opener`; `None`: of a bare one.
+    fn section(self, opener: Option<&str>, known: &[String]) -> Box<dyn Section> {
+        match self {
+            Self::Hermes => Box::new(JsonCalls::new(Shape::Objects, &["</tool_call>"])),
+            Self::Llama3Json if opener.is_some() => Box::new(JsonCalls::new(Shape::Objects, &[])),
+            Self::Llama3Json => Box::new(JsonCalls::new(Shape::Objects, &[]).bare(known)),
+            Self::Mistral => Box::new(MistralCalls::new()),
+            Self::Pythonic if opener.is_some() => Box::new(PythonicCalls::new(&[], true)),
+            Self::Pythonic => Box::new(PythonicCalls::new(known, false)),
+            Self::Phi4Mini if opener == Some(PHI_TAG) => {
+                Box::new(JsonCalls::new(Shape::List, &["<|/tool_call|>"]))
+            }
+            Self::Phi4Mini => Box::new(JsonCalls::new(Shape::List, &[])),
+            Self::DeepSeek => Box::new(DeepSeekCalls::new()),
+        }
+    }
+}
+
+/// The tool-call parser of one answer.
+#[derive(Debug)]
+pub(super) struct ToolParser {
+    format: ToolFormat,
+    known: Vec<String>,
+    section: Option<Box<dyn Section>>,
+    /// What would be text if it turned out not to be markup: the beginning of an opener, or the
+    /// section's characters that belong to no call.
+    held: String,
+    /// White space that is text unless a section follows or went before.
+    spaces: String,
+    /// Nothing but white space came yet.
+    is_at_start: bool,
+    is_after_section: bool,
+}
+
+impl ToolParser {
+    pub(super) fn new(format: ToolFormat, known: Vec<String>) -> Self {
+        Self {
+            format,
+            known,
+            section: None,
+            held: String::new(),
+            spaces: String::new(),
+            is_at_start: true,
+            is_after_section: false,
+        }
+    }
+
+    pub(super) fn push(&mut self, text: &str, sink: &mut Sink) {
+        for c in text.chars() {
+            match self.section.take() {
+                Some(section) => self.section_char(section, c, sink),
+                None => self.text_char(c, sink),
+            }
+        }
+    }
+
+    fn section_char(&mut self, mut section: Box<dyn Section>, c: char, sink: &mut Sink) {
+        let (calls, was_in_call) = (sink.call_count(), section.is_in_call());
+        let step = section.push(c, sink);
+        if sink.call_count() > calls {
+            // All that was held is markup around the call, or its name.
+            self.held.clear();
+            self.spaces.clear();
+            self.is_after_section = true;
+        } else if step != Step::Fail && !was_in_call {
+            self.held.push(c);
+        }
+        match step {
+            Step::More => self.section = Some(section),
+            // A section without a call never completes, it fails.
+            Step::Done => self.held.clear(),
+            Step::Fail => {
+                self.release(sink);
+                self.text_char(c, sink);
+            }
+        }
+    }
+
+    /// What was held is text after all.
+    fn release(&mut self, sink: &mut Sink) {
+        let held = std::mem::take(&mut self.held);
+        held.chars().for_each(|c| self.tell(c, sink));
+    }
+
+    fn text_char(&mut self, c: char, sink: &mut Sink) {
+        if self.is_at_start && self.held.is_empty() && self.format.bare_opener() == Some(c) {
+            self.is_at_start = false;
+            let section = self.format.section(None, &self.known);
+            return self.section_char(section, c, sink);
+        }
+        self.held.push(c);
+        let openers = self.format.openers();
+        loop {
+            if let Some(opener) = openers.iter().find(|opener| **opener == self.held) {
+                self.is_at_start = false;
+                self.section = Some(self.format.section(Some(opener), &self.known));
+                return;
+            }
+            if self.held.is_empty() || openers.iter().any(|opener| opener.starts_with(&self.held)) {
+                return;
+            }
+            let first = self.held.remove(0);
+            self.tell(first, sink);
+        }
+    }
+
+    /// One character of text.
+    fn tell(&mut self, c: char, sink: &mut Sink) {
+        if c.is_whitespace() {
+            self.spaces.push(c);
+            return;
+        }
+        self.is_at_start = false;
+        self.is_after_section = false;
+        sink.text(&std::mem::take(&mut self.spaces));
+        sink.text(c.encode_utf8(&mut [0; 4]));
+    }
+
+    /// The answer is over.
+    pub(super) fn finish(&mut self, sink: &mut Sink) {
+        let is_markup =
+            self.section.take().is_some_and(|section| section.is_in_call() || section.is_between_calls());
+        if is_markup {
+            self.held.clear();
+        }
+        self.release(sink);
+        if !self.is_after_section {
+            sink.text(&std::mem::take(&mut self.spaces));
+        }
+    }
+}
