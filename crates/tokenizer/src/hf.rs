@@ -2,7 +2,7 @@
 //!
 //! Read: `tokenizer.json` (required), `tokenizer_config.json`, `special_tokens_map.json`, and the chat
 //! template from, in order, `--chat-template`, `chat_template.jinja`, `chat_template.json`,
-//! `tokenizer_config.json`. Not read: `added_tokens.json`, `vocab.json` and other files that
+//! `tokenizer_config.json`; further templates, by file name, from `additional_chat_templates`. Not read: `added_tokens.json`, `vocab.json` and other files that
 //! `tokenizer.json` already contains.
 
 use crate::chat::TemplateSources;
@@ -98,26 +98,62 @@ fn mark_special(
     Ok(())
 }
 
+/// The chat templates of a folder.
 fn read_templates(folder: &Path, config: &Map<String, Value>) -> Result<TemplateSources, TokenizerError> {
-    if let Some(text) = read_text(&folder.join("chat_template.jinja"))? {
-        return Ok(TemplateSources { default: Some(text), tool_use: None });
+    let mut sources = match read_text(&folder.join("chat_template.jinja"))? {
+        Some(text) => TemplateSources::single(text),
+        None => {
+            let file = read_object(&folder.join("chat_template.json"))?.unwrap_or_default();
+            let value = file.get("chat_template").or_else(|| config.get("chat_template"));
+            value.map(template_sources).unwrap_or_default()
+        }
+    };
+    let named = folder.join("additional_chat_templates");
+    let entries = match std::fs::read_dir(&named) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(sources),
+        Err(source) => return Err(TokenizerError::Read { path: named, source }),
+    };
+    for entry in entries {
+        let path = entry.map_err(|source| TokenizerError::Read { path: named.clone(), source })?.path();
+        let name = path.file_name().and_then(|name| name.to_str()?.strip_suffix(".jinja"));
+        if let Some(name) = name
+            && let Some(text) = read_text(&path)?
+        {
+            sources.insert(name, text);
+        }
     }
-    let file = read_object(&folder.join("chat_template.json"))?.unwrap_or_default();
-    let value = file.get("chat_template").or_else(|| config.get("chat_template"));
-    Ok(value.map(template_sources).unwrap_or_default())
+    Ok(sources)
 }
 
-/// A template is a string, or a list of `{"name", "template"}` of which `default` and `tool_use` count.
+/// The chat templates of a folder, without its vocabulary.
+pub(crate) fn folder_templates(folder: &Path) -> Result<TemplateSources, TokenizerError> {
+    read_templates(folder, &read_object(&folder.join("tokenizer_config.json"))?.unwrap_or_default())
+}
+
+/// A template is a string, a list of `{"name", "template"}`, or an object of texts by name.
 pub(crate) fn template_sources(value: &Value) -> TemplateSources {
-    let named = |wanted: &str| {
-        let entry =
-            value.as_array()?.iter().find(|e| e.get("name").and_then(Value::as_str) == Some(wanted))?;
-        entry.get("template")?.as_str().map(str::to_owned)
-    };
-    match value.as_str() {
-        Some(text) => TemplateSources { default: Some(text.into()), tool_use: None },
-        None => TemplateSources { default: named("default"), tool_use: named("tool_use") },
+    let mut sources = TemplateSources::default();
+    match value {
+        Value::String(text) => return TemplateSources::single(text),
+        Value::Array(entries) => {
+            for entry in entries {
+                let text = |field: &str| entry.get(field).and_then(Value::as_str);
+                if let Some((name, text)) = text("name").zip(text("template")) {
+                    sources.insert(name, text);
+                }
+            }
+        }
+        Value::Object(named) => {
+            for (name, text) in named {
+                if let Some(text) = text.as_str() {
+                    sources.insert(name, text);
+                }
+            }
+        }
+        _ => {}
     }
+    sources
 }
 
 /// A template given by the user: a Jinja text, or JSON with a `chat_template`.
@@ -125,7 +161,7 @@ pub(crate) fn read_template_file(path: &Path) -> Result<TemplateSources, Tokeniz
     let text = read_text(path)?.ok_or_else(|| TokenizerError::Missing { path: path.into() })?;
     match serde_json::from_str::<Value>(&text) {
         Ok(json) => Ok(template_sources(json.get("chat_template").unwrap_or(&json))),
-        Err(_) => Ok(TemplateSources { default: Some(text), tool_use: None }),
+        Err(_) => Ok(TemplateSources::single(text)),
     }
 }
 

@@ -31,5 +31,5 @@ mod test_rng;
 pub mod worker;
 
 pub use error::TokenizerError;
-pub use model::{TextModel, TextOptions, eos_tokens_of};
+pub use model::{TextModel, TextOptions, chat_template_text, eos_tokens_of};
 pub use stream::RequestDecoder;

@@ -328,6 +328,20 @@ pub fn eos_tokens_of(model_path: &Path) -> Result<Vec<TokenId>, TokenizerError> 
     Ok(tokenizer.token_to_id(&text).into_iter().collect())
 }
 
+/// The texts of a model's chat templates, joined, without loading its vocabulary: what the parsers of
+/// answers are chosen by. `chat_template` is the file of `--chat-template`. `None`: there is none.
+pub fn chat_template_text(
+    model_path: &Path,
+    chat_template: Option<&Path>,
+) -> Result<Option<String>, TokenizerError> {
+    let sources = match (chat_template, gguf_file(model_path)?) {
+        (Some(file), _) => hf::read_template_file(file)?,
+        (None, Some(file)) => crate::gguf::open::read_vocab(&file)?.templates,
+        (None, None) => hf::folder_templates(model_path)?,
+    };
+    Ok(sources.joined())
+}
+
 impl std::fmt::Debug for TextModel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mut debug = f.debug_struct("TextModel");

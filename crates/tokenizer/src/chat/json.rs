@@ -7,6 +7,24 @@ use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 use std::fmt::Write;
 
+/// The text that Python's `json.dumps(value, ensure_ascii=False)` prints.
+pub(super) fn dumps(value: &serde_json::Value) -> String {
+    let style = Style {
+        ensure_ascii: false,
+        indent: None,
+        item_separator: ", ".into(),
+        key_separator: ": ".into(),
+        sort_keys: false,
+    };
+    let mut out = String::new();
+    let value = Value::from(minijinja::value::Serde(value));
+    // Values that came from JSON are JSON; only nesting beyond what the parser allows could fail.
+    match write_value(&mut out, &value, &style, 0) {
+        Ok(()) => out,
+        Err(_) => value.to_string(),
+    }
+}
+
 struct Style {
     ensure_ascii: bool,
     /// One level of indentation; `None` puts everything on one line.
@@ -139,6 +157,12 @@ fn write_number(out: &mut String, value: &Value) -> Result<(), Error> {
     let number = f64::try_from(value.clone())?;
     out.push_str(&python_float(number));
     Ok(())
+}
+
+/// A float as Python prints it; `None` for any other value.
+pub(super) fn float_text(value: &Value) -> Option<String> {
+    let is_float = value.kind() == ValueKind::Number && !value.is_integer();
+    if is_float { f64::try_from(value.clone()).ok().map(python_float) } else { None }
 }
 
 /// `repr(float)`: the shortest digits that read back, with an exponent below 1e-4 and from 1e16.

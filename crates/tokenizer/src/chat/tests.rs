@@ -2,7 +2,7 @@ use super::*;
 use serde_json::json;
 
 fn compile(template: &str) -> ChatTemplate {
-    let sources = TemplateSources { default: Some(template.into()), tool_use: None };
+    let sources = TemplateSources::single(template);
     let tokens = BTreeMap::from([("bos_token".to_owned(), "<s>".to_owned())]);
     // 26 July 2024.
     ChatTemplate::compile(sources, tokens, || 1_721_995_506).unwrap()
@@ -90,10 +90,9 @@ fn python_methods_loop_controls_and_variables() {
 
 #[test]
 fn template_kwargs_and_tools_reach_the_template() {
-    let sources = TemplateSources {
-        default: Some("default {{ enable_thinking }}".into()),
-        tool_use: Some("tools {{ tools[0].function.name }} {{ add_generation_prompt }}".into()),
-    };
+    let mut sources = TemplateSources::single("default {{ enable_thinking }}");
+    sources.insert("tool_use", "tools {{ tools[0].function.name }} {{ add_generation_prompt }}");
+    sources.insert("rag", "rag {{ documents[0].title }}");
     let template = ChatTemplate::compile(sources, BTreeMap::new(), || 0).unwrap();
     let mut request = chat(user("x"));
     request.template_kwargs_json = Some(r#"{"enable_thinking": false}"#.into());
@@ -103,6 +102,20 @@ fn template_kwargs_and_tools_reach_the_template() {
     request.tools_json = Some(r#"[{"type": "function", "function": {"name": "f"}}]"#.into());
     request.add_generation_prompt = false;
     assert_eq!(template.render(&request).unwrap(), "tools f False");
+    request.template_kwargs_json = Some(r#"{"documents": [{"title": "t"}]}"#.into());
+    assert_eq!(template.render(&request).unwrap(), "tools f False");
+    request.tools_json = None;
+    assert_eq!(template.render(&request).unwrap(), "rag t");
+    request.template_kwargs_json = Some(r#"{"chat_template": "default", "enable_thinking": 1}"#.into());
+    assert_eq!(template.render(&request).unwrap(), "default 1");
+    for (kwargs, param) in [
+        (r#"{"chat_template": "{{ evil }}"}"#, "chat_template"),
+        (r#"{"continue_final_message": 3}"#, "continue_final_message"),
+        (r#"{"messages": []}"#, "messages"),
+    ] {
+        request.template_kwargs_json = Some(kwargs.into());
+        assert_eq!(template.render(&request).unwrap_err().param.as_deref(), Some(param));
+    }
 }
 
 #[test]
@@ -143,7 +156,63 @@ fn endless_templates_are_stopped() {
 
 #[test]
 fn a_template_that_cannot_be_parsed_says_where_and_what_to_do() {
-    let sources = TemplateSources { default: Some("ok\n{% if %}".into()), tool_use: None };
+    let sources = TemplateSources::single("ok\n{% if %}");
     let error = ChatTemplate::compile(sources, BTreeMap::new(), || 0).unwrap_err();
     assert!(error.contains("line 2") && error.contains("--chat-template"), "{error}");
+}
+
+#[test]
+fn a_last_message_is_continued_where_it_ends() {
+    let chatml = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}\
+                  {% if add_generation_prompt %}<assistant>{% endif %}";
+    let trimming = chatml.replace("m.content", "m.content | trim");
+    let dropping = "{{ messages[0].content }}";
+    let messages = json!([{"role": "user", "content": "q"}, {"role": "assistant", "content": "It is "}]);
+    let mut request = chat(messages);
+    request.template_kwargs_json = Some(r#"{"continue_final_message": true}"#.into());
+    assert_eq!(compile(chatml).render(&request).unwrap(), "<user>q</><assistant>It is ");
+    assert_eq!(compile(&trimming).render(&request).unwrap(), "<user>q</><assistant>It is");
+    let refusal = compile(dropping).render(&request).unwrap_err();
+    assert_eq!((refusal.status, refusal.param.as_deref()), (400, Some("continue_final_message")));
+    request.template_kwargs_json = Some(r#"{"continue_final_message": "thinking"}"#.into());
+    assert!(compile(chatml).render(&request).is_err(), "no such field");
+}
+
+/// Each template shows a tool call in one form only; the probes must find which.
+#[test]
+fn a_template_gets_messages_in_the_form_it_reads() {
+    let call =
+        json!({"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}});
+    let messages = json!([
+        {"role": "developer", "content": "d"},
+        {"role": "assistant", "content": null, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "r"},
+    ]);
+    let calls = "{% for m in messages if m.tool_calls %}{% for c in m.tool_calls %}";
+    let end = "{% endfor %}{% endfor %}";
+    for (body, expected) in [
+        ("{{ c.function.name + c.function.arguments }}", r#"f{"a": 1}"#),
+        ("{{ c.function.name }}{{ c.function.arguments | tojson }}", r#"f{"a": 1}"#),
+        (
+            "{% if m.content is none %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endif %}",
+            r#"f{"a": 1}"#,
+        ),
+        (
+            "{% for k, v in c.function.arguments.items() %}{{ c.function.name }} {{ k }} {{ v }}{% endfor %}",
+            "f a 1",
+        ),
+    ] {
+        assert_eq!(render(&format!("{calls}{body}{end}"), messages.clone()).unwrap(), expected, "{body}");
+    }
+    // Mistral's rule for ids: a call and its result keep the same one.
+    let ids = "{% for m in messages %}{% for c in m.tool_calls or [] %}\
+               {% if c.id | length != 9 %}{{ raise_exception('ids') }}{% endif %}\
+               {{ c.function.name }}{{ c.function.arguments | tojson }}{{ c.id }}{% endfor %}{{ m.tool_call_id }}{% endfor %}";
+    let text = render(ids, messages.clone()).unwrap();
+    let (id, result_id) = (&text[9..18], &text[18..]);
+    assert_eq!(id, result_id, "{text}");
+    assert_eq!(render("{{ messages[0].role }}", messages.clone()).unwrap(), "system");
+    assert_eq!(render("{# developer #}{{ messages[0].role }}", messages).unwrap(), "developer");
+    let parts = "{% for m in messages %}{{ m.content[0]['text'] }}{% endfor %}";
+    assert_eq!(render(parts, user("x")).unwrap(), "x");
 }

@@ -37,10 +37,14 @@ pub(crate) fn read_vocab(path: &Path) -> Result<GgufVocab, TokenizerError> {
     })
 }
 
-/// A file may hold further templates by name beside the default one.
+/// A file may hold further templates beside the default one, each under its name.
 fn templates(metadata: &Metadata) -> TemplateSources {
-    TemplateSources {
-        default: metadata.chat_template().map(Into::into),
-        tool_use: metadata.text("tokenizer.chat_template.tool_use").map(Into::into),
+    const NAMED: &str = "tokenizer.chat_template.";
+    let mut sources = metadata.chat_template().map(TemplateSources::single).unwrap_or_default();
+    for key in metadata.keys() {
+        if let Some((name, text)) = key.strip_prefix(NAMED).zip(metadata.text(key)) {
+            sources.insert(name, text);
+        }
     }
+    sources
 }

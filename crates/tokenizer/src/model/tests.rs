@@ -145,6 +145,17 @@ fn templates_come_from_the_documented_places_in_order() {
     let options =
         TextOptions { chat_template: Some(folder.path().join("mine.jinja")), ..TextOptions::default() };
     assert_eq!(render(&TextModel::load(folder.path(), &options).unwrap()).unwrap(), "mine x");
+    std::fs::create_dir(folder.path().join("additional_chat_templates")).unwrap();
+    folder
+        .write("additional_chat_templates/tool_use.jinja", "with tools")
+        .write("additional_chat_templates/note.txt", "x");
+    let mut with_tools = chat("x");
+    if let Prompt::Chat(chat) = &mut with_tools {
+        chat.tools_json = Some(r#"[{"type": "function"}]"#.into());
+    }
+    let model = load(&folder, None);
+    assert_eq!(model.decode(&model.encode_prompt(&with_tools).unwrap(), false), "with tools");
+    assert_eq!(crate::chat_template_text(folder.path(), None).unwrap().as_deref(), Some("jinja\nwith tools"));
 }
 
 #[test]
