@@ -11,10 +11,12 @@ pub enum ToolFormat {
     Mistral,
     /// `[f(a=1), g()]`, alone or between `<|python_start|>` and `<|python_end|>`: Llama 4 and others.
     Pythonic,
-    /// `functools[{...}]` or `<|tool_call|>[{...}]<|/tool_call|>`: Phi-4-mini.
+    /// `functools[{...}]` or `<|tool_call|>{...}<|/tool_call|>`: Phi-4-mini.
     Phi4Mini,
     /// `<｜tool▁calls▁begin｜>...`: DeepSeek V3, R1 and V3.1.
     DeepSeek,
+    /// `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`: Qwen3-Coder.
+    Qwen3Coder,
 }
 
 /// A family's tags around reasoning.
@@ -45,6 +47,7 @@ pub const TOOL_CALL_PARSERS: &[(&str, ToolFormat)] = &[
     ("deepseek_v3", ToolFormat::DeepSeek),
     ("deepseek_v31", ToolFormat::DeepSeek),
     ("deepseekv3", ToolFormat::DeepSeek),
+    ("qwen3_coder", ToolFormat::Qwen3Coder),
 ];
 
 /// See [`TOOL_CALL_PARSERS`].
@@ -73,7 +76,7 @@ impl ToolFormat {
     /// The markers are special tokens in these models' vocabularies, so the answer must be decoded with
     /// `skip_special_tokens` false for the parser to see them.
     pub fn needs_special_tokens(self) -> bool {
-        self != Self::Hermes
+        !matches!(self, Self::Hermes | Self::Qwen3Coder)
     }
 }
 
@@ -103,6 +106,18 @@ impl ReasoningFormat {
     }
 }
 
+/// Whether prompts end inside reasoning, so that answers need no opening tag.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Opening {
+    /// The model opens its reasoning itself.
+    #[default]
+    Never,
+    /// Unless the request turns thinking off.
+    Always,
+    /// When the request turns thinking on (DeepSeek V3.1).
+    OnRequest,
+}
+
 /// The parsers of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ParserChoice {
@@ -110,13 +125,23 @@ pub struct ParserChoice {
     pub tools: Option<ToolFormat>,
     /// `None`: answers hold no reasoning.
     pub reasoning: Option<ReasoningFormat>,
-    /// The template ends its prompts inside reasoning.
-    pub reasoning_is_open: bool,
+    /// What the template's prompts end with.
+    pub opening: Opening,
 }
 
 impl ParserChoice {
-    /// Whether the answer to a request begins inside reasoning: as the template says, unless the
-    /// request's `chat_template_kwargs` turn thinking on or off, or the prompt is a prefill.
+    /// The same with the parsers that the user named (`--tool-call-parser`, `--reasoning-parser`).
+    pub fn with(mut self, tools: Option<ToolFormat>, reasoning: Option<ReasoningFormat>) -> Self {
+        self.tools = tools.or(self.tools);
+        self.reasoning = reasoning.or(self.reasoning);
+        if reasoning == Some(ReasoningFormat::DeepSeekR1) && self.opening == Opening::Never {
+            self.opening = Opening::Always;
+        }
+        self
+    }
+
+    /// Whether the answer to a request begins inside reasoning: as the template's prompts end, the
+    /// request's `chat_template_kwargs` considered. A message to continue is taken to be past it.
     pub fn begins_in_reasoning(&self, kwargs: &serde_json::Map<String, serde_json::Value>) -> bool {
         let flag = |name: &str| kwargs.get(name).and_then(serde_json::Value::as_bool);
         if flag("continue_final_message") == Some(true) {
@@ -124,10 +149,10 @@ impl ParserChoice {
         }
         // `enable_thinking` is Qwen's and GLM's name, `thinking` DeepSeek's and Granite's.
         let asked = flag("enable_thinking").or_else(|| flag("thinking"));
-        match asked {
-            Some(false) => false,
-            Some(true) => self.reasoning_is_open || self.reasoning == Some(ReasoningFormat::DeepSeekR1),
-            None => self.reasoning_is_open,
+        match self.opening {
+            Opening::Never => false,
+            Opening::Always => asked != Some(false),
+            Opening::OnRequest => asked == Some(true),
         }
     }
 }
@@ -139,22 +164,20 @@ pub fn detect(template_text: &str, model_name: &str) -> ParserChoice {
     let reasoning = reasoning_of(template_text);
     ParserChoice {
         tools: tools_by_template(template_text).or_else(|| tools_by_name(&name)),
-        reasoning_is_open: reasoning.is_some_and(|format| opens_reasoning(template_text, format)),
+        opening: reasoning.map_or(Opening::Never, |format| opening(template_text, format)),
         reasoning,
     }
 }
 
 fn tools_by_template(text: &str) -> Option<ToolFormat> {
     let has = |marker: &str| text.contains(marker);
-    // Qwen3-Coder wraps XML in Hermes' tags: no parser is better than a wrong one.
-    if has("<function=") {
-        return None;
-    }
     Some(match () {
         () if has("<｜tool▁calls▁begin｜>") => ToolFormat::DeepSeek,
         () if has("[TOOL_CALLS]") => ToolFormat::Mistral,
         () if has("functools") || has("<|tool_call|>") || has("<|/tool|>") => ToolFormat::Phi4Mini,
         () if has("<|python_start|>") || has("func_name1(") => ToolFormat::Pythonic,
+        // Qwen3-Coder puts its own tags into Hermes'.
+        () if has("<function=") => ToolFormat::Qwen3Coder,
         () if has("<tool_call>") => ToolFormat::Hermes,
         () if has("<|python_tag|>") || (has("ipython") && has("\"parameters\": ")) => ToolFormat::Llama3Json,
         () => return None,
@@ -164,7 +187,7 @@ fn tools_by_template(text: &str) -> Option<ToolFormat> {
 fn tools_by_name(name: &str) -> Option<ToolFormat> {
     let has = |word: &str| name.contains(word);
     Some(match () {
-        () if has("coder") && has("qwen3") => return None,
+        () if has("coder") && has("qwen3") => ToolFormat::Qwen3Coder,
         () if has("deepseek") && (has("v3") || has("r1")) && !has("distill") => ToolFormat::DeepSeek,
         () if has("hermes") || has("qwen2.5") || has("qwen3") => ToolFormat::Hermes,
         () if has("llama-4") => ToolFormat::Pythonic,
@@ -179,16 +202,20 @@ fn reasoning_of(text: &str) -> Option<ReasoningFormat> {
     let candidates = [ReasoningFormat::Think, ReasoningFormat::Mistral, ReasoningFormat::Kimi];
     let shown = |format: &ReasoningFormat| text.contains(format.tags().close);
     let format = candidates.into_iter().find(shown)?;
-    let is_r1 = format == ReasoningFormat::Think && opens_reasoning(text, format);
+    let is_r1 = format == ReasoningFormat::Think && opening(text, format) == Opening::Always;
     Some(if is_r1 { ReasoningFormat::DeepSeekR1 } else { format })
 }
 
-/// What the template writes behind the last `add_generation_prompt` has an opening tag without its
-/// closing one, and does not make it depend on a `thinking` that is off by default.
-fn opens_reasoning(text: &str, format: ReasoningFormat) -> bool {
+/// What the template writes behind the last `add_generation_prompt`: an opening tag without its closing
+/// one, perhaps only if a variable `thinking` is on, which it is not by default.
+fn opening(text: &str, format: ReasoningFormat) -> Opening {
     let tags = format.tags();
     let tail = text.rfind("add_generation_prompt").map_or("", |at| &text[at..]);
-    let Some(at) = tail.find(tags.open) else { return false };
+    let Some(at) = tail.find(tags.open) else { return Opening::Never };
     let behind = tail[at + tags.open.len()..].replace("\\n", "\n");
-    !behind.trim_start().starts_with(tags.close) && !tail[..at].contains("not thinking")
+    match () {
+        () if behind.trim_start().starts_with(tags.close) => Opening::Never,
+        () if tail[..at].contains("not thinking") => Opening::OnRequest,
+        () => Opening::Always,
+    }
 }

@@ -56,10 +56,7 @@ impl DeepSeekCalls {
     }
 
     fn argument_char(&mut self, mut scanner: JsonScanner, c: char, sink: &mut Sink) -> Step {
-        let Ok(part) = scanner.push(c) else {
-            self.state = Self::between();
-            return Step::Fail;
-        };
+        let Ok(part) = scanner.push(c) else { return Step::Fail };
         let mut text = String::new();
         escape_control(c, matches!(part, Part::Key | Part::Scalar), &mut text);
         sink.arguments(&text);
@@ -69,7 +66,7 @@ impl DeepSeekCalls {
         } else {
             State::Arguments(scanner)
         };
-        Step::More
+        Step::Used
     }
 }
 
@@ -112,10 +109,6 @@ impl Section for DeepSeekCalls {
                 if found.is_err() { Step::Fail } else { Step::More }
             }
         }
-    }
-
-    fn is_in_call(&self) -> bool {
-        matches!(self.state, State::Arguments(_))
     }
 
     fn is_between_calls(&self) -> bool {

@@ -1,8 +1,10 @@
 //! Sections of JSON call objects: one, several, or a list of them, up to a closing marker.
 //!
 //! Hermes and Qwen: `<tool_call>{...}</tool_call>`. Llama 3: `{...}; {...}`. Mistral: `[TOOL_CALLS][{...},
-//! {...}]`. Phi-4-mini: `functools[{...}]`, `<|tool_call|>[{...}]<|/tool_call|>`.
+//! {...}]`. Phi-4-mini: `functools[{...}]`, and a list or an object
+//! between `<|tool_call|>` and `<|/tool_call|>`.
 
+use super::Function;
 use super::event::Sink;
 use super::json::{CallObject, CallStep};
 use super::section::{Markers, Section, Step};
@@ -14,6 +16,8 @@ pub(super) enum Shape {
     Objects,
     /// In a JSON list.
     List,
+    /// Either, as the first bracket says.
+    Any,
 }
 
 #[derive(Debug)]
@@ -59,11 +63,12 @@ impl JsonCalls {
         }
     }
 
-    /// For text without an opening marker: only calls with arguments, and to `known` functions if any
-    /// are given.
-    pub(super) fn bare(mut self, known: &[String]) -> Self {
+    /// For text without an opening marker: only calls with arguments, and to these functions if any are
+    /// given.
+    pub(super) fn bare(mut self, functions: &[Function]) -> Self {
         self.is_bare = true;
-        self.known = (!known.is_empty()).then(|| known.to_vec());
+        let names = functions.iter().map(|f| f.name.clone());
+        self.known = (!functions.is_empty()).then(|| names.collect());
         self
     }
 
@@ -85,14 +90,11 @@ impl JsonCalls {
                 return self.ended(&arguments, sink);
             }
             CallStep::End(None) => return self.ended(&arguments, sink),
-            _ => {
-                self.in_call = false;
-                return Step::Fail;
-            }
+            _ => return Step::Fail,
         }
         sink.arguments(&arguments);
         self.state = State::Object(object);
-        Step::More
+        if self.in_call { Step::Used } else { Step::More }
     }
 
     fn ended(&mut self, arguments: &str, sink: &mut Sink) -> Step {
@@ -100,10 +102,13 @@ impl JsonCalls {
         self.in_call = false;
         self.call_count += 1;
         self.state = State::After;
-        Step::More
+        Step::Used
     }
 
     fn structure(&mut self, c: char, sink: &mut Sink) -> Step {
+        if self.shape == Shape::Any {
+            self.shape = if c == '[' { Shape::List } else { Shape::Objects };
+        }
         let in_list = self.shape == Shape::List;
         match (&self.state, c) {
             (State::Begin, '[') if in_list => self.state = State::Item,
@@ -150,10 +155,6 @@ impl Section for JsonCalls {
                 }
             }
         }
-    }
-
-    fn is_in_call(&self) -> bool {
-        self.in_call
     }
 
     fn is_between_calls(&self) -> bool {

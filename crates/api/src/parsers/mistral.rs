@@ -67,23 +67,12 @@ impl Section for MistralCalls {
             State::List(list) => list.push(c, sink),
             State::Head(_) => self.head_char(c, sink),
             State::Arguments(scanner) => {
-                let Ok(part) = scanner.push(c) else {
-                    self.state = State::Begin;
-                    return Step::Fail;
-                };
+                let Ok(part) = scanner.push(c) else { return Step::Fail };
                 let mut text = String::new();
                 escape_control(c, matches!(part, Part::Key | Part::Scalar), &mut text);
                 sink.arguments(&text);
-                if scanner.is_done() { Step::Done } else { Step::More }
+                if scanner.is_done() { Step::Done } else { Step::Used }
             }
-        }
-    }
-
-    fn is_in_call(&self) -> bool {
-        match &self.state {
-            State::List(list) => list.is_in_call(),
-            State::Arguments(scanner) => !scanner.is_done(),
-            State::Begin | State::Head(_) => false,
         }
     }
 

@@ -17,8 +17,8 @@
 //! it is, and what follows is text.
 //!
 //! Reading order: [`choice`] (which parsers), `event`, `json` (the streaming JSON core), `section`,
-//! the readers of each family (`json_calls`, `mistral`, `deepseek`, `pythonic` with `python`), `tools`
-//! (which finds their sections), `reasoning`.
+//! the readers of each family (`json_calls`, `mistral`, `deepseek`, `pythonic` with `python`, `xml`),
+//! `tools` (which finds their sections), `reasoning`.
 
 pub mod choice;
 mod deepseek;
@@ -31,13 +31,44 @@ mod pythonic;
 mod reasoning;
 mod section;
 mod tools;
+mod xml;
 
-pub use choice::{ParserChoice, REASONING_PARSERS, ReasoningFormat, TOOL_CALL_PARSERS, ToolFormat, detect};
+pub use choice::{
+    Opening, ParserChoice, REASONING_PARSERS, ReasoningFormat, TOOL_CALL_PARSERS, ToolFormat, detect,
+};
 pub use event::Event;
 
 use event::Sink;
 use reasoning::ReasoningSplitter;
+use serde_json::Value;
 use tools::ToolParser;
+
+/// A function that a request offers.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Function {
+    /// Its name.
+    pub name: String,
+    /// The JSON schema of its arguments; null if there is none.
+    pub parameters: Value,
+}
+
+impl Function {
+    /// The function of a tool in OpenAI's shape, `{"type": "function", "function": {"name", ...}}`.
+    pub fn from_tool(tool: &Value) -> Option<Self> {
+        let function = tool.get("function")?;
+        let name = function.get("name")?.as_str()?.to_owned();
+        Some(Self { name, parameters: function.get("parameters").cloned().unwrap_or_default() })
+    }
+
+    /// Whether the parameter `key` is a text: its schema says so, or says nothing.
+    fn takes_text(&self, key: &str) -> bool {
+        let schema = self.parameters.get("properties").and_then(|properties| properties.get(key));
+        match schema.and_then(|schema| schema.get("type")) {
+            Some(kind) => kind == "string",
+            None => schema.is_none_or(|schema| schema.get("anyOf").is_none()),
+        }
+    }
+}
 
 /// What one answer is parsed with.
 #[derive(Clone, Debug, Default)]
@@ -45,8 +76,8 @@ pub struct AnswerSetup {
     /// How calls are written; `None` leaves them in the text (requests without tools).
     pub tools: Option<ToolFormat>,
     /// The functions of the request. Formats without markers take only calls to these for calls; empty:
-    /// to any function.
-    pub function_names: Vec<String>,
+    /// to any function. Formats without types take them from here.
+    pub functions: Vec<Function>,
     /// How reasoning is written; `None` leaves it in the text.
     pub reasoning: Option<ReasoningFormat>,
     /// The prompt ended inside reasoning ([`ParserChoice::begins_in_reasoning`]).
@@ -66,10 +97,10 @@ pub struct AnswerParser {
 impl AnswerParser {
     /// A parser at the start of an answer.
     pub fn new(setup: AnswerSetup) -> Self {
-        let AnswerSetup { tools, function_names, reasoning, begins_in_reasoning, id_seed } = setup;
+        let AnswerSetup { tools, functions, reasoning, begins_in_reasoning, id_seed } = setup;
         Self {
             reasoning: reasoning.map(|format| ReasoningSplitter::new(format.tags(), begins_in_reasoning)),
-            tools: tools.map(|format| ToolParser::new(format, function_names)),
+            tools: tools.map(|format| ToolParser::new(format, functions)),
             sink: Sink::new(id_seed),
         }
     }

@@ -69,6 +69,13 @@ pub(super) fn keyword_arguments(text: &str) -> Option<String> {
     Some(reader.out)
 }
 
+/// One literal as JSON text. `None`: it is none.
+pub(super) fn literal(text: &str) -> Option<String> {
+    let mut reader = Reader { rest: text, out: String::new(), depth: 0 };
+    reader.value()?;
+    reader.rest.trim().is_empty().then_some(reader.out)
+}
+
 struct Reader<'a> {
     rest: &'a str,
     out: String,

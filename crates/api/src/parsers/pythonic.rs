@@ -4,8 +4,8 @@
 //! literals, and they must be turned from Python into JSON anyway.
 
 use super::event::{Sink, is_function_name};
-use super::python;
 use super::section::{Markers, Section, Step};
+use super::{Function, python};
 
 /// Opens a section in Llama 4's answers; others begin with the bare list.
 pub(super) const PYTHON_START: &str = "<|python_start|>";
@@ -40,8 +40,9 @@ pub(super) struct PythonicCalls {
 }
 
 impl PythonicCalls {
-    pub(super) fn new(known: &[String], has_marker: bool) -> Self {
-        Self { known: known.to_vec(), has_marker, state: State::Begin, call_count: 0 }
+    pub(super) fn new(functions: &[Function], has_marker: bool) -> Self {
+        let known = functions.iter().map(|f| f.name.clone()).collect();
+        Self { known, has_marker, state: State::Begin, call_count: 0 }
     }
 
     fn is_known(&self, name: &str) -> bool {
@@ -59,7 +60,7 @@ impl PythonicCalls {
         sink.arguments(&arguments);
         self.call_count += 1;
         self.state = State::After;
-        Step::More
+        Step::Used
     }
 }
 
@@ -98,11 +99,6 @@ impl Section for PythonicCalls {
             _ => return Step::Fail,
         }
         Step::More
-    }
-
-    /// Never: a call is told whole.
-    fn is_in_call(&self) -> bool {
-        false
     }
 
     fn is_between_calls(&self) -> bool {

@@ -8,8 +8,10 @@ use super::event::Sink;
 /// What a reader made of a character.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Taken; the section goes on.
+    /// Taken, and perhaps text after all: separators, markers, the head of a call that has not started.
     More,
+    /// Taken as part of a call that was told, with everything before it.
+    Used,
     /// Taken; the section is complete. Only after at least one call.
     Done,
     /// Not taken: the section ended before this character.
@@ -21,12 +23,12 @@ pub(super) trait Section: std::fmt::Debug + Send {
     /// Takes the next character.
     fn push(&mut self, c: char, sink: &mut Sink) -> Step;
 
-    /// A call was started and has not ended: what comes belongs to it.
-    fn is_in_call(&self) -> bool;
-
     /// The text since the last call is markup only (separators, a closing marker), so it needs no
     /// showing should the answer end here.
     fn is_between_calls(&self) -> bool;
+
+    /// The answer ends here: tells what was held back of a call's arguments.
+    fn finish(&mut self, _sink: &mut Sink) {}
 }
 
 /// Matches one of several markers, a character at a time.

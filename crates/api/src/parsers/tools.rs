@@ -7,6 +7,7 @@
 //! - White space directly before or after a section is layout and left out.
 //! - Time is linear: a character is looked at once by a reader and at most once more as text.
 
+use super::Function;
 use super::choice::ToolFormat;
 use super::deepseek::{self, DeepSeekCalls};
 use super::event::Sink;
@@ -14,6 +15,7 @@ use super::json_calls::{JsonCalls, Shape};
 use super::mistral::{self, MistralCalls};
 use super::pythonic::{self, PythonicCalls};
 use super::section::{Section, Step};
+use super::xml::{self, XmlCalls};
 
 const HERMES_OPEN: &str = "<tool_call>";
 const LLAMA_TAG: &str = "<|python_tag|>";
@@ -30,6 +32,7 @@ impl ToolFormat {
             Self::Pythonic => &[pythonic::PYTHON_START],
             Self::Phi4Mini => &[PHI_OPEN, PHI_TAG],
             Self::DeepSeek => &[deepseek::CALLS_BEGIN],
+            Self::Qwen3Coder => &[xml::TOOL_CALL, xml::FUNCTION],
         }
     }
 
@@ -43,19 +46,20 @@ impl ToolFormat {
     }
 
     /// The reader of a section behind `opener`; `None`: of a bare one.
-    fn section(self, opener: Option<&str>, known: &[String]) -> Box<dyn Section> {
+    fn section(self, opener: Option<&str>, functions: &[Function]) -> Box<dyn Section> {
         match self {
-            Self::Hermes => Box::new(JsonCalls::new(Shape::Objects, &["</tool_call>"])),
+            Self::Hermes => Box::new(JsonCalls::new(Shape::Any, &["</tool_call>"])),
             Self::Llama3Json if opener.is_some() => Box::new(JsonCalls::new(Shape::Objects, &[])),
-            Self::Llama3Json => Box::new(JsonCalls::new(Shape::Objects, &[]).bare(known)),
+            Self::Llama3Json => Box::new(JsonCalls::new(Shape::Objects, &[]).bare(functions)),
             Self::Mistral => Box::new(MistralCalls::new()),
             Self::Pythonic if opener.is_some() => Box::new(PythonicCalls::new(&[], true)),
-            Self::Pythonic => Box::new(PythonicCalls::new(known, false)),
+            Self::Pythonic => Box::new(PythonicCalls::new(functions, false)),
             Self::Phi4Mini if opener == Some(PHI_TAG) => {
-                Box::new(JsonCalls::new(Shape::List, &["<|/tool_call|>"]))
+                Box::new(JsonCalls::new(Shape::Any, &["<|/tool_call|>"]))
             }
             Self::Phi4Mini => Box::new(JsonCalls::new(Shape::List, &[])),
             Self::DeepSeek => Box::new(DeepSeekCalls::new()),
+            Self::Qwen3Coder => Box::new(XmlCalls::new(functions, opener.unwrap_or(xml::TOOL_CALL))),
         }
     }
 }
@@ -64,7 +68,7 @@ impl ToolFormat {
 #[derive(Debug)]
 pub(super) struct ToolParser {
     format: ToolFormat,
-    known: Vec<String>,
+    functions: Vec<Function>,
     section: Option<Box<dyn Section>>,
     /// What would be text if it turned out not to be markup: the beginning of an opener, or the
     /// section's characters that belong to no call.
@@ -77,10 +81,10 @@ pub(super) struct ToolParser {
 }
 
 impl ToolParser {
-    pub(super) fn new(format: ToolFormat, known: Vec<String>) -> Self {
+    pub(super) fn new(format: ToolFormat, functions: Vec<Function>) -> Self {
         Self {
             format,
-            known,
+            functions,
             section: None,
             held: String::new(),
             spaces: String::new(),
@@ -99,18 +103,21 @@ impl ToolParser {
     }
 
     fn section_char(&mut self, mut section: Box<dyn Section>, c: char, sink: &mut Sink) {
-        let (calls, was_in_call) = (sink.call_count(), section.is_in_call());
+        let calls = sink.call_count();
         let step = section.push(c, sink);
         if sink.call_count() > calls {
-            // All that was held is markup around the call, or its name.
-            self.held.clear();
             self.spaces.clear();
             self.is_after_section = true;
-        } else if step != Step::Fail && !was_in_call {
-            self.held.push(c);
         }
         match step {
-            Step::More => self.section = Some(section),
+            Step::More => {
+                self.held.push(c);
+                self.section = Some(section);
+            }
+            Step::Used => {
+                self.held.clear();
+                self.section = Some(section);
+            }
             // A section without a call never completes, it fails.
             Step::Done => self.held.clear(),
             Step::Fail => {
@@ -129,7 +136,7 @@ impl ToolParser {
     fn text_char(&mut self, c: char, sink: &mut Sink) {
         if self.is_at_start && self.held.is_empty() && self.format.bare_opener() == Some(c) {
             self.is_at_start = false;
-            let section = self.format.section(None, &self.known);
+            let section = self.format.section(None, &self.functions);
             return self.section_char(section, c, sink);
         }
         self.held.push(c);
@@ -137,7 +144,7 @@ impl ToolParser {
         loop {
             if let Some(opener) = openers.iter().find(|opener| **opener == self.held) {
                 self.is_at_start = false;
-                self.section = Some(self.format.section(Some(opener), &self.known));
+                self.section = Some(self.format.section(Some(opener), &self.functions));
                 return;
             }
             if self.held.is_empty() || openers.iter().any(|opener| opener.starts_with(&self.held)) {
@@ -162,10 +169,11 @@ impl ToolParser {
 
     /// The answer is over.
     pub(super) fn finish(&mut self, sink: &mut Sink) {
-        let is_markup =
-            self.section.take().is_some_and(|section| section.is_in_call() || section.is_between_calls());
-        if is_markup {
-            self.held.clear();
+        if let Some(mut section) = self.section.take() {
+            section.finish(sink);
+            if section.is_between_calls() {
+                self.held.clear();
+            }
         }
         self.release(sink);
         if !self.is_after_section {

@@ -5,19 +5,28 @@ mod random;
 use super::*;
 use serde_json::json;
 
-const FORMATS: [ToolFormat; 6] = [
+const FORMATS: [ToolFormat; 7] = [
     ToolFormat::Hermes,
     ToolFormat::Llama3Json,
     ToolFormat::Mistral,
     ToolFormat::Pythonic,
     ToolFormat::Phi4Mini,
     ToolFormat::DeepSeek,
+    ToolFormat::Qwen3Coder,
 ];
+
+/// A function whose parameter `text` is a text, and `k0`, `k1` and `k2` anything.
+fn function(name: &str) -> Function {
+    let any = json!({"type": ["string", "number", "array", "object", "null", "boolean"]});
+    let properties = json!({"text": {"type": "string"}, "k0": any, "k1": any, "k2": any});
+    let tool = json!({"function": {"name": name, "parameters": {"properties": properties}}});
+    Function::from_tool(&tool).unwrap()
+}
 
 fn setup(tools: Option<ToolFormat>, reasoning: Option<ReasoningFormat>) -> AnswerSetup {
     AnswerSetup {
         tools,
-        function_names: vec!["f".into(), "get_weather".into()],
+        functions: vec![function("f"), function("get_weather")],
         reasoning,
         begins_in_reasoning: reasoning == Some(ReasoningFormat::DeepSeekR1),
         id_seed: "s".into(),
@@ -156,6 +165,7 @@ fn phi_calls() {
     check(Phi4Mini, answer, &[call(0, "f", r#"{"a": 1}"#), call(1, "g", "{}")]);
     let tagged = r#"<|tool_call|>[{"name": "f", "arguments": {}}]<|/tool_call|>"#;
     check(Phi4Mini, tagged, &[call(0, "f", "{}")]);
+    check(Phi4Mini, &tagged.replace(['[', ']'], ""), &[call(0, "f", "{}")]);
     for data in ["import functools\nx = [1]", "functools", "functools.reduce", "functools[0]"] {
         check(Phi4Mini, data, &[vec![text(data)]]);
     }
@@ -172,6 +182,29 @@ fn deepseek_calls() {
     for data in ["<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", "<｜tool▁calls▁begin｜>x", "<｜tool▁calls"]
     {
         check(DeepSeek, data, &[vec![text(data)]]);
+    }
+}
+
+#[test]
+fn qwen3_coder_calls() {
+    use ToolFormat::Qwen3Coder;
+    let answer = "Ok.\n<tool_call>\n<function=f>\n<parameter=text>\n12 \"<a>\"\n\nx\n</parameter>\n<parameter=k0>\n[1, {\"a\": null}]\n\
+                  </parameter>\n<parameter=k1>\nTrue\n</parameter>\n<parameter=k2>free text</parameter>\n</function>\n</tool_call>";
+    let arguments = r#"{"text": "12 \"<a>\"\n\nx", "k0": [1, {"a": null}], "k1": true, "k2": "free text"}"#;
+    check(Qwen3Coder, answer, &[vec![text("Ok.")], call(0, "f", arguments)]);
+    let bare = "<function=g>\n</function> bye";
+    check(Qwen3Coder, bare, &[call(0, "g", "{}"), vec![text(" bye")]]);
+    // Ends inside a text and inside a value that is not one; breaks off between tags.
+    let cut = |value: &str| format!("<tool_call><function=f><parameter={value}");
+    check(Qwen3Coder, &cut("text>ab\n</par"), &[call(0, "f", "{\"text\": \"ab\\n</par")]);
+    check(Qwen3Coder, &cut("k0>[1, 2"), &[call(0, "f", "{\"k0\": [1, 2")]);
+    check(Qwen3Coder, "<function=f>oops", &[call(0, "f", "{"), vec![text("oops")]]);
+    let no_key = "<function=f><parameter=a\nb";
+    check(Qwen3Coder, no_key, &[call(0, "f", "{"), vec![text("<parameter=a\nb")]]);
+    check(Qwen3Coder, "<function=f></par<", &[call(0, "f", "{"), vec![text("</par<")]]);
+    check(Qwen3Coder, "<function=f><parameter=ci", &[call(0, "f", "{\"ci")]);
+    for data in ["<tool_call>{}</tool_call>", "<function=a b>", "<function=", "<tool_call>\n<func"] {
+        check(Qwen3Coder, data, &[vec![text(data)]]);
     }
 }
 
@@ -235,37 +268,52 @@ fn reasoning_is_split_off() {
 fn parsers_are_chosen_by_the_template() {
     let folder = std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/templates"));
     let expected = [
-        ("qwen25", Some(ToolFormat::Hermes), None, false),
-        ("qwen3", Some(ToolFormat::Hermes), Some(ReasoningFormat::Think), false),
-        ("hermes3.tool_use", Some(ToolFormat::Hermes), None, false),
-        ("llama31", Some(ToolFormat::Llama3Json), None, false),
-        ("mistral_v03", Some(ToolFormat::Mistral), None, false),
-        ("mistral_nemo", Some(ToolFormat::Mistral), None, false),
-        ("pythonic", Some(ToolFormat::Pythonic), None, false),
-        ("phi4_mini", Some(ToolFormat::Phi4Mini), None, false),
-        ("deepseek_r1_distill", Some(ToolFormat::DeepSeek), Some(ReasoningFormat::DeepSeekR1), true),
-        ("gemma2", None, None, false),
-        ("chatml", None, None, false),
+        ("qwen25", Some(ToolFormat::Hermes), None, Opening::Never),
+        ("qwen3", Some(ToolFormat::Hermes), Some(ReasoningFormat::Think), Opening::Never),
+        ("hermes3.tool_use", Some(ToolFormat::Hermes), None, Opening::Never),
+        ("llama31", Some(ToolFormat::Llama3Json), None, Opening::Never),
+        ("mistral_v03", Some(ToolFormat::Mistral), None, Opening::Never),
+        ("mistral_nemo", Some(ToolFormat::Mistral), None, Opening::Never),
+        ("pythonic", Some(ToolFormat::Pythonic), None, Opening::Never),
+        ("phi4_mini", Some(ToolFormat::Phi4Mini), None, Opening::Never),
+        (
+            "deepseek_r1_distill",
+            Some(ToolFormat::DeepSeek),
+            Some(ReasoningFormat::DeepSeekR1),
+            Opening::Always,
+        ),
+        ("gemma2", None, None, Opening::Never),
+        ("chatml", None, None, Opening::Never),
     ];
-    for (name, tools, reasoning, reasoning_is_open) in expected {
+    for (name, tools, reasoning, opening) in expected {
         let text = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
-        assert_eq!(detect(&text, ""), ParserChoice { tools, reasoning, reasoning_is_open }, "{name}");
+        assert_eq!(detect(&text, ""), ParserChoice { tools, reasoning, opening }, "{name}");
     }
     assert_eq!(detect("", "NousResearch/Hermes-3-Llama-3.2-3B").tools, Some(ToolFormat::Hermes));
     assert_eq!(detect("", "meta-llama/Llama-3.2-1B-Instruct").tools, Some(ToolFormat::Llama3Json));
-    assert_eq!(detect("<tool_call>\n<function=x>", "Qwen/Qwen3-Coder-30B").tools, None);
+    assert_eq!(detect("<tool_call>\n<function=x>", "").tools, Some(ToolFormat::Qwen3Coder));
     let v31 = "</think>{% if add_generation_prompt %}{% if not thinking %}{{'</think>'}}{% else %}{{'<think>'}}{% endif %}{% endif %}";
-    assert_eq!(detect(v31, "").reasoning, Some(ReasoningFormat::Think));
+    let choice = detect(v31, "");
+    assert_eq!((choice.reasoning, choice.opening), (Some(ReasoningFormat::Think), Opening::OnRequest));
+    let forced = choice.with(Some(ToolFormat::Mistral), Some(ReasoningFormat::Kimi));
+    assert_eq!((forced.tools, forced.reasoning), (Some(ToolFormat::Mistral), Some(ReasoningFormat::Kimi)));
+    let r1 = ParserChoice::default().with(None, Some(ReasoningFormat::DeepSeekR1));
+    assert_eq!((r1.tools, r1.opening), (None, Opening::Always));
 }
 
 #[test]
 fn a_request_turns_thinking_on_and_off() {
-    let kwargs = |value: serde_json::Value| value.as_object().cloned().unwrap();
-    let choice = |reasoning_is_open| ParserChoice { reasoning_is_open, ..ParserChoice::default() };
-    assert!(choice(true).begins_in_reasoning(&kwargs(json!({}))));
-    assert!(!choice(true).begins_in_reasoning(&kwargs(json!({"enable_thinking": false}))));
-    assert!(!choice(true).begins_in_reasoning(&kwargs(json!({"continue_final_message": true}))));
-    assert!(!choice(false).begins_in_reasoning(&kwargs(json!({"enable_thinking": true}))));
+    let begins = |opening, kwargs: serde_json::Value| {
+        let choice = ParserChoice { opening, ..ParserChoice::default() };
+        choice.begins_in_reasoning(kwargs.as_object().unwrap())
+    };
+    let (on, off) = (json!({"enable_thinking": true}), json!({"thinking": false}));
+    assert!(begins(Opening::Always, json!({})) && begins(Opening::Always, on.clone()));
+    assert!(!begins(Opening::Always, off.clone()));
+    assert!(!begins(Opening::Always, json!({"continue_final_message": true})));
+    assert!(begins(Opening::OnRequest, on.clone()));
+    assert!(!begins(Opening::OnRequest, json!({})) && !begins(Opening::OnRequest, off));
+    assert!(!begins(Opening::Never, on));
 }
 
 #[test]

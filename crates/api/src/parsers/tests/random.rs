@@ -21,6 +21,11 @@ impl Rng {
 
 const PIECES: &[&str] = &[
     "<tool_call>",
+    "<function=f>",
+    "<parameter=text>",
+    "<parameter=k0>",
+    "</parameter>",
+    "</function>",
     "</tool_call>",
     "\n",
     " ",
@@ -210,6 +215,16 @@ fn written(format: ToolFormat, calls: &[(&str, serde_json::Value)]) -> String {
                 )
             });
             format!("<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>")
+        }
+        ToolFormat::Qwen3Coder => {
+            let value = |value: &serde_json::Value| value.as_str().map_or(value.to_string(), str::to_owned);
+            let write = |(name, arguments): &(&str, serde_json::Value)| {
+                let pairs = arguments.as_object().unwrap().iter();
+                let pairs: String =
+                    pairs.map(|(k, v)| format!("<parameter={k}>\n{}\n</parameter>\n", value(v))).collect();
+                format!("<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>\n")
+            };
+            calls.iter().map(write).collect()
         }
         ToolFormat::Pythonic => {
             let keyword = |(name, arguments): &(&str, serde_json::Value)| {
