@@ -1,7 +1,7 @@
 //! One function per endpoint.
 
 use crate::ApiConfig;
-use crate::answer::{self, Head, Pending};
+use crate::answer::{self, Head, Pending, Shape};
 use crate::body::read_object;
 use crate::config::unix_seconds;
 use crate::connection::Connection;
@@ -66,15 +66,18 @@ async fn submit(
     let call = request::validate(endpoint, &body, &app.config, &app.policy)?;
     drop(body);
     let hold = connection.hold();
-    let generation = app.engine.submit(call.requests)?;
+    let generation = app.engine.submit(call.requests, call.n)?;
     let prefix = match endpoint {
         Endpoint::Chat => "chatcmpl",
         Endpoint::Completions => "cmpl",
     };
     let id = format!("{prefix}-{:08x}{:08x}", app.run_id, generation.id().0);
     tracing::debug!(answer = id, request = %generation.id(), stream = call.stream, "request submitted");
-    let head = Head::new(endpoint, id, unix_seconds(), &app.config.served_model_name, call.include_usage);
-    Ok((Pending { generation, hold, head }, call.stream))
+    let model = app.config.served_model_name.clone();
+    let shape = Shape { include_usage: call.include_usage, logprobs: call.logprobs };
+    let head = Head::new(endpoint, id, unix_seconds(), model, shape);
+    let per_prompt = call.n;
+    Ok((Pending { generation, hold, head, per_prompt, echo_only: call.echo_only }, call.stream))
 }
 
 /// `GET /v1/models`

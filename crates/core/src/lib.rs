@@ -26,4 +26,4 @@ pub use exit::ExitCode;
 pub use ids::{PageId, RequestId, StepId, TokenId};
 pub use parallel::ParallelInfo;
 pub use refusal::Refusal;
-pub use sampling::{FinishReason, SamplingParams};
+pub use sampling::{FinishReason, Grammar, SamplingParams};

@@ -29,12 +29,61 @@ pub struct SamplingParams {
     pub ignore_eos: bool,
     /// Further end tokens of this request.
     pub stop_token_ids: Vec<TokenId>,
+    /// Subtracted once from the logit of every token that the answer holds already; 0 is off.
+    pub presence_penalty: f32,
+    /// Subtracted from a token's logit once for each time the answer holds it; 0 is off.
+    pub frequency_penalty: f32,
+    /// Divides positive and multiplies negative logits of tokens in prompt or answer; 1 is off.
+    pub repetition_penalty: f32,
+    /// Added to the logits of these tokens, before the penalties.
+    pub logit_bias: Vec<(TokenId, f32)>,
+    /// Only these tokens may be chosen; `None` means all.
+    pub allowed_token_ids: Option<Vec<TokenId>>,
+    /// Report the log-probability of each chosen token and of the so many most likely ones.
+    pub logprobs: Option<u32>,
+    /// The same for every token of the prompt but the first. Such a request reads no cached prefix.
+    pub prompt_logprobs: Option<u32>,
+    /// What the answer must look like.
+    pub grammar: Option<Grammar>,
+}
+
+/// The form an answer is held to: only tokens that can still lead to it may be chosen.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Grammar {
+    /// Any JSON object.
+    JsonObject,
+    /// JSON that satisfies this JSON schema (its text, so that key order survives).
+    JsonSchema(String),
+    /// Text that this regular expression matches whole.
+    Regex(String),
+    /// A grammar in llguidance's Lark dialect.
+    Lark(String),
+    /// One of these texts.
+    Choice(Vec<String>),
 }
 
 impl SamplingParams {
     /// Whether every token is the most likely one.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0 || self.top_k == 1
+    }
+
+    /// Whether the logits of a token depend on the tokens before it.
+    pub fn has_penalties(&self) -> bool {
+        self.presence_penalty != 0.0 || self.frequency_penalty != 0.0 || self.repetition_penalty != 1.0
+    }
+
+    /// Whether logits are changed before a token is chosen (apart from `min_tokens`).
+    pub fn changes_logits(&self) -> bool {
+        self.has_penalties()
+            || !self.logit_bias.is_empty()
+            || self.allowed_token_ids.is_some()
+            || self.grammar.is_some()
+    }
+
+    /// Whether the sampler must know the request's earlier tokens.
+    pub fn needs_history(&self) -> bool {
+        self.has_penalties() || self.grammar.is_some() || self.prompt_logprobs.is_some()
     }
 }
 
@@ -52,6 +101,14 @@ impl Default for SamplingParams {
             min_tokens: 0,
             ignore_eos: false,
             stop_token_ids: Vec::new(),
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
+            logit_bias: Vec::new(),
+            allowed_token_ids: None,
+            logprobs: None,
+            prompt_logprobs: None,
+            grammar: None,
         }
     }
 }

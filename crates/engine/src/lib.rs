@@ -6,6 +6,10 @@
 //! | [`control`] | what the loop needs of the control plane |
 //! | [`links`] | that over ZeroMQ |
 //! | [`runner`] | plan → forward → tokens on a device |
+//! | [`logits`] | logits → tokens, equal on all ranks |
+//! | [`histories`] | what sampling remembers of a request |
+//! | [`logprobs`] | log-probabilities |
+//! | [`masks`] | grammars, beside the forward pass |
 //! | [`sampler`] | the next token, counter-based |
 //! | [`memory`] | how many KV pages fit, agreed over ranks |
 //! | [`exchange`] | per-step message count and digest |
@@ -20,7 +24,11 @@ pub mod config;
 pub mod control;
 pub mod exchange;
 pub mod flight;
+mod histories;
 pub mod links;
+mod logits;
+mod logprobs;
+mod masks;
 pub mod memory;
 pub mod rank_loop;
 pub mod runner;

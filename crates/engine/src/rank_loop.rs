@@ -14,9 +14,9 @@ use crate::flight::{FlightRecorder, request_of};
 use crate::runner::Runner;
 use crate::{EngineError, Result};
 use lockstep_comm::group::{Patience, ProcessGroup};
-use lockstep_core::{PageId, TokenId};
+use lockstep_core::{PageId, RequestId, TokenId};
 use lockstep_scheduler::{Event, Scheduler, StepPlan};
-use lockstep_wire::{Begin, EngineInfo, EngineTotals, SubmitRequest, ToScheduler, TokenOut};
+use lockstep_wire::{Begin, EngineInfo, EngineTotals, StepLogprobs, SubmitRequest, ToScheduler, TokenOut};
 use std::time::Duration;
 
 /// How a rank takes part in the control plane.
@@ -61,6 +61,8 @@ struct LoopState {
     in_flight: usize,
     tokens: Vec<TokenId>,
     events: Vec<Event>,
+    /// Of the steps read since results were last sent.
+    logprobs: Vec<(RequestId, StepLogprobs)>,
     freed: Vec<PageId>,
     stopping: bool,
 }
@@ -168,6 +170,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
                 let info = self.info(query);
                 self.deliver(|| Outgoing::Info(Box::new(info)))?;
             }
+            ToScheduler::Vocabulary(vocabulary) => self.runner.set_vocabulary(*vocabulary),
             ToScheduler::WriteFlight { query } => self.write_flight(query)?,
             ToScheduler::Shutdown => self.state.stopping = true,
         }
@@ -191,9 +194,10 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
     fn submit(&mut self, submitted: SubmitRequest, stamp_ms: u64) -> Result<()> {
         let id = submitted.id;
         let text = submitted.text.clone();
+        let prompt = if text.echo { submitted.prompt.clone() } else { Vec::new() };
         let request = request_of(submitted, stamp_ms, self.settings.request_timeout_ms);
         match self.scheduler.submit(request, stamp_ms) {
-            Ok(()) => self.deliver(|| Outgoing::Begin(vec![Begin { id, text }])),
+            Ok(()) => self.deliver(|| Outgoing::Begin(vec![Begin { id, text, prompt }])),
             Err(refusal) => self.deliver(|| Outgoing::Refused(id, refusal)),
         }
     }
@@ -217,6 +221,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
 
     fn read_oldest(&mut self) -> Result<()> {
         let step = self.runner.collect(&mut self.state.tokens)?;
+        self.runner.take_logprobs(&mut self.state.logprobs);
         self.state.in_flight -= 1;
         self.flight.tokens(&self.state.tokens);
         self.scheduler.complete(step, &self.state.tokens);
@@ -226,9 +231,13 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
     fn send_results(&mut self) -> Result<()> {
         let mut events = std::mem::take(&mut self.state.events);
         self.scheduler.take_events(&mut events);
+        let mut logprobs = std::mem::take(&mut self.state.logprobs);
         if !events.is_empty() {
-            self.deliver(|| Outgoing::Step(events.iter().map(token_out).collect()))?;
+            self.deliver(|| Outgoing::Step(events.iter().map(|e| token_out(e, &mut logprobs)).collect()))?;
         }
+        // What is left belongs to rows whose request had ended.
+        logprobs.clear();
+        self.state.logprobs = logprobs;
         events.clear();
         self.state.events = events;
         Ok(())
@@ -269,8 +278,12 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
     }
 }
 
-/// What the detokenizer is told of one event.
-fn token_out(event: &Event) -> TokenOut {
+/// What the detokenizer is told of one event; takes what belongs to it out of `logprobs`, which is in step order.
+fn token_out(event: &Event, logprobs: &mut Vec<(RequestId, StepLogprobs)>) -> TokenOut {
+    let mut take = |id| {
+        let at = logprobs.iter().position(|(other, _)| *other == id)?;
+        Some(Box::new(logprobs.remove(at).1))
+    };
     let usage = |u: &lockstep_scheduler::Usage| lockstep_wire::Usage {
         prompt_tokens: u.prompt_tokens,
         cached_tokens: u.cached_tokens,
@@ -283,6 +296,7 @@ fn token_out(event: &Event) -> TokenOut {
             finish: *finish,
             ends_with_eos: *is_eos,
             usage: usage(u),
+            logprobs: take(*id),
         },
         Event::Finished { id, finish, usage: u } => TokenOut {
             id: *id,
@@ -290,6 +304,7 @@ fn token_out(event: &Event) -> TokenOut {
             finish: Some(*finish),
             ends_with_eos: false,
             usage: usage(u),
+            logprobs: None,
         },
     }
 }

@@ -1,12 +1,14 @@
 //! Runs planned steps on a device: plan → forward → logits → tokens.
 
-use crate::sampler::{Sampler, argmax};
+use crate::logits::{Chosen, LogitRow, LogitsReader};
+use crate::masks;
 use crate::{EngineError, Result};
 use lockstep_backend::{AttentionBatch, AttentionRow, Backend};
 use lockstep_comm::collective::Collective;
-use lockstep_core::{PageId, SamplingParams, StepId, TokenId};
+use lockstep_core::{PageId, RequestId, StepId, TokenId};
 use lockstep_model::{Decoder, ForwardInput, Workspace};
-use lockstep_scheduler::{PlanRow, RowInput, StepPlan};
+use lockstep_scheduler::{RowInput, StepPlan};
+use lockstep_wire::{StepLogprobs, Vocabulary};
 use std::collections::VecDeque;
 
 /// What the rank loop needs of a device. The simulator has its own.
@@ -16,6 +18,11 @@ pub trait Runner {
     fn launch(&mut self, plan: &StepPlan) -> Result<()>;
     /// Waits for the oldest launched step; its tokens replace `tokens`, one per sampling row.
     fn collect(&mut self, tokens: &mut Vec<TokenId>) -> Result<StepId>;
+    /// Appends the log-probabilities of the step collected last, of requests that asked for them. Only the
+    /// primary's runner need have any.
+    fn take_logprobs(&mut self, _into: &mut Vec<(RequestId, StepLogprobs)>) {}
+    /// The model's vocabulary, before the first request with a grammar.
+    fn set_vocabulary(&mut self, _vocabulary: Vocabulary) {}
     /// Makes the content of freed pages unusable, so that whoever still reads them is found out. Called
     /// between plan and launch, and only when the scheduler tracks freed pages; they may already belong to
     /// a row of the plan about to be launched. Does nothing unless implemented.
@@ -37,7 +44,7 @@ pub struct ModelRunner<B: Backend> {
     launched: VecDeque<Launched>,
     /// Tokens of the newest collected step, which a step planned before it was read may use.
     newest: Launched,
-    spare: Vec<Vec<TokenId>>,
+    spare: Vec<Chosen>,
 }
 
 /// Parts of a [`ModelRunner`] that the rank builds first.
@@ -58,13 +65,14 @@ pub struct RunnerParts<B: Backend> {
     pub vocab_size: usize,
     /// Tokens masked while `min_tokens` is not reached.
     pub eos_tokens: Vec<TokenId>,
+    /// Whether log-probabilities are computed for whoever asked; true on the rank that reports results.
+    pub reports_logprobs: bool,
 }
 
-/// The tokens of one launched step.
-#[derive(Default)]
+/// What one launched step chose.
 struct Launched {
     step: StepId,
-    tokens: Vec<TokenId>,
+    chosen: Chosen,
 }
 
 /// Model inputs of one step, reused.
@@ -75,22 +83,14 @@ struct Inputs {
     slots: Vec<u32>,
     rows: Vec<AttentionRow>,
     logit_tokens: Vec<u32>,
+    logit_rows: Vec<LogitRow>,
 }
 
 impl<B: Backend> ModelRunner<B> {
     /// A runner over loaded parts.
     pub fn new(parts: RunnerParts<B>) -> Self {
         let shard = parts.decoder.vocab_shard();
-        let logits = LogitsReader {
-            local_vocab: shard.padded.len(),
-            first_id: shard.padded.start,
-            local_real: shard.real.len(),
-            vocab_size: parts.vocab_size,
-            eos_tokens: parts.eos_tokens,
-            sampler: Sampler::default(),
-            gathered: Vec::new(),
-            row: Vec::new(),
-        };
+        let logits = LogitsReader::new(shard, parts.vocab_size, parts.eos_tokens, parts.reports_logprobs);
         Self {
             backend: parts.backend,
             collective: parts.collective,
@@ -101,7 +101,7 @@ impl<B: Backend> ModelRunner<B> {
             page_size: parts.page_size,
             inputs: Inputs::default(),
             launched: VecDeque::with_capacity(2),
-            newest: Launched { step: StepId::MAX, tokens: Vec::new() },
+            newest: Launched { step: StepId::MAX, chosen: Chosen::default() },
             spare: Vec::new(),
         }
     }
@@ -116,7 +116,8 @@ impl<B: Backend> ModelRunner<B> {
         inputs.slots.clear();
         inputs.rows.clear();
         inputs.logit_tokens.clear();
-        for row in &plan.rows {
+        inputs.logit_rows.clear();
+        for (row_index, row) in plan.rows.iter().enumerate() {
             if let RowInput::SampledBy { step, sample_index } = row.input {
                 let token = sampled(&self.launched, &self.newest, step, sample_index).ok_or_else(|| {
                     EngineError::Internal(format!(
@@ -137,9 +138,15 @@ impl<B: Backend> ModelRunner<B> {
                 start_position: row.start_position,
                 first_page: row.first_page,
             });
-            if row.samples {
-                inputs.logit_tokens.push(row.first_token + row.token_count - 1);
-            }
+            let end = row.first_token + row.token_count;
+            let wanted = match row.prompt_logits {
+                true => row.first_token..end,
+                false if row.samples => end - 1..end,
+                false => continue,
+            };
+            let first = inputs.logit_tokens.len();
+            inputs.logit_rows.push(LogitRow { row: row_index, first, count: wanted.len() });
+            inputs.logit_tokens.extend(wanted);
         }
         Ok(())
     }
@@ -148,7 +155,7 @@ impl<B: Backend> ModelRunner<B> {
 /// The token sampled at `index` of step `step`, if that step is launched or the newest collected.
 fn sampled(launched: &VecDeque<Launched>, newest: &Launched, step: StepId, index: u32) -> Option<TokenId> {
     let holder = launched.iter().find(|l| l.step == step).or((newest.step == step).then_some(newest))?;
-    holder.tokens.get(index as usize).copied()
+    holder.chosen.tokens.get(index as usize).copied()
 }
 
 impl<B: Backend> Runner for ModelRunner<B> {
@@ -163,25 +170,27 @@ impl<B: Backend> Runner for ModelRunner<B> {
             logit_tokens: &inputs.logit_tokens,
         };
         let collective = &*self.collective;
-        let logits =
-            self.decoder.forward((&mut self.backend, collective), &input, &mut self.cache, &mut self.work)?;
-        let mut tokens = self.spare.pop().unwrap_or_default();
-        tokens.clear();
-        let sampling = plan.rows.iter().filter(|r| r.samples);
+        let (grammars, masks) = self.logits.begin(plan);
+        let logits = std::thread::scope(|scope| {
+            masks::compute(scope, grammars, masks);
+            self.decoder.forward((&mut self.backend, collective), &input, &mut self.cache, &mut self.work)
+        })?;
+        let mut chosen = self.spare.pop().unwrap_or_default();
+        chosen.clear();
         let count = inputs.logit_tokens.len();
         if count > 0 {
             let local = self.backend.read(logits, count);
             if cfg!(debug_assertions)
-                && local.iter().take(count * self.logits.local_vocab).any(|l| l.is_nan())
+                && local.iter().take(count * self.logits.local_vocab()).any(|l| l.is_nan())
             {
                 return Err(EngineError::Internal(format!(
                     "logits of step {} are not numbers: a freed page was read, or the weights are broken",
                     plan.step
                 )));
             }
-            self.logits.choose(&local, sampling, count, collective, &mut tokens)?;
+            self.logits.choose(&local, plan, &inputs.logit_rows, collective, &mut chosen)?;
         }
-        self.launched.push_back(Launched { step: plan.step, tokens });
+        self.launched.push_back(Launched { step: plan.step, chosen });
         Ok(())
     }
 
@@ -196,111 +205,18 @@ impl<B: Backend> Runner for ModelRunner<B> {
             .pop_front()
             .ok_or_else(|| EngineError::Internal("no step is in flight, so none can be collected".into()))?;
         tokens.clear();
-        tokens.extend_from_slice(&oldest.tokens);
+        tokens.extend_from_slice(&oldest.chosen.tokens);
         let step = oldest.step;
         let previous = std::mem::replace(&mut self.newest, oldest);
-        self.spare.push(previous.tokens);
+        self.spare.push(previous.chosen);
         Ok(step)
     }
-}
 
-/// From local logits to tokens, equal on all ranks.
-struct LogitsReader {
-    local_vocab: usize,
-    first_id: usize,
-    local_real: usize,
-    vocab_size: usize,
-    eos_tokens: Vec<TokenId>,
-    sampler: Sampler,
-    gathered: Vec<f32>,
-    row: Vec<f32>,
-}
-
-impl LogitsReader {
-    /// Appends one token per row of `local` `[count, local_vocab]`.
-    ///
-    /// When every row is greedy only (logit, id) pairs travel; otherwise whole rows are gathered.
-    /// **Collective: all ranks of the TP group.**
-    fn choose<'p>(
-        &mut self,
-        local: &[f32],
-        rows: impl Iterator<Item = &'p PlanRow> + Clone,
-        count: usize,
-        collective: &dyn Collective,
-        tokens: &mut Vec<TokenId>,
-    ) -> Result<()> {
-        let plain = |r: &PlanRow| r.sampling.is_greedy() && r.output_index >= r.sampling.min_tokens;
-        match rows.clone().all(plain) {
-            true => self.choose_greedy(local, count, collective, tokens),
-            false => self.choose_sampled(local, rows, count, collective, tokens),
-        }
+    fn set_vocabulary(&mut self, vocabulary: Vocabulary) {
+        self.logits.set_vocabulary(vocabulary);
     }
 
-    fn choose_greedy(
-        &mut self,
-        local: &[f32],
-        count: usize,
-        collective: &dyn Collective,
-        tokens: &mut Vec<TokenId>,
-    ) -> Result<()> {
-        self.row.clear();
-        for logits in local.chunks_exact(self.local_vocab).take(count) {
-            let (logit, index) = argmax(&logits[..self.local_real]).unwrap_or((f32::NEG_INFINITY, 0));
-            // The id travels as the bits of an f32: gathers copy bytes, never values.
-            self.row.extend([logit, f32::from_bits((self.first_id + index) as u32)]);
-        }
-        self.gathered.clear();
-        self.gathered.resize(self.row.len() * collective.size(), 0.0);
-        collective.all_gather_f32(&self.row, &mut self.gathered).map_err(EngineError::from)?;
-        for row in 0..count {
-            let mut best = (f32::NEG_INFINITY, 0);
-            for rank in 0..collective.size() {
-                let at = (rank * count + row) * 2;
-                // Ranks hold ascending ids, so a strict comparison keeps the smaller id on ties.
-                if self.gathered[at] > best.0 {
-                    best = (self.gathered[at], self.gathered[at + 1].to_bits());
-                }
-            }
-            tokens.push(best.1);
-        }
-        Ok(())
-    }
-
-    fn choose_sampled<'p>(
-        &mut self,
-        local: &[f32],
-        rows: impl Iterator<Item = &'p PlanRow>,
-        count: usize,
-        collective: &dyn Collective,
-        tokens: &mut Vec<TokenId>,
-    ) -> Result<()> {
-        let sent = count * self.local_vocab;
-        if self.gathered.len() < sent * collective.size() {
-            self.gathered.resize(sent * collective.size(), 0.0);
-        }
-        let gathered = &mut self.gathered[..sent * collective.size()];
-        collective.all_gather_f32(&local[..sent], gathered).map_err(EngineError::from)?;
-        for (i, plan) in rows.enumerate() {
-            self.row.clear();
-            for rank in 0..collective.size() {
-                let start = (rank * count + i) * self.local_vocab;
-                let real = self.vocab_size.saturating_sub(rank * self.local_vocab).min(self.local_vocab);
-                self.row.extend_from_slice(&gathered[start..start + real]);
-            }
-            if plan.output_index < plan.sampling.min_tokens {
-                mask_end_tokens(&mut self.row, &self.eos_tokens, &plan.sampling);
-            }
-            tokens.push(self.sampler.sample(&self.row, &plan.sampling, plan.output_index));
-        }
-        Ok(())
-    }
-}
-
-/// Makes every token that would end the request impossible.
-fn mask_end_tokens(logits: &mut [f32], eos: &[TokenId], params: &SamplingParams) {
-    for &id in eos.iter().chain(&params.stop_token_ids) {
-        if let Some(logit) = logits.get_mut(id as usize) {
-            *logit = f32::NEG_INFINITY;
-        }
+    fn take_logprobs(&mut self, into: &mut Vec<(RequestId, StepLogprobs)>) {
+        into.append(&mut self.newest.chosen.logprobs);
     }
 }

@@ -134,6 +134,7 @@ impl<B: Backend> Loaded<B> {
             page_size: layout.page_size,
             vocab_size,
             eos_tokens: config.eos_tokens.clone(),
+            reports_logprobs: config.parallel.is_primary(),
         }))
     }
 }

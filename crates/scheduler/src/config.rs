@@ -92,6 +92,11 @@ impl SchedulerConfig {
     /// Decode-only steps in a row while a prefill waits (`StepOrder::DecodeFirst`, not mixed).
     pub const DECODE_RUN_MAX: u32 = 8;
 
+    /// Prompt tokens of one step whose logits are computed beside those that sample
+    /// ([`SamplingParams::prompt_logprobs`](lockstep_core::SamplingParams)). Buffers are sized by it: a row of
+    /// logits is as wide as the vocabulary.
+    pub const PROMPT_LOGITS_MAX: usize = 32;
+
     /// Whether a scheduler can be built; the message names the field at fault.
     pub fn validate(&self) -> Result<(), ConfigError> {
         const COUNT_MAX: usize = u32::MAX as usize / 2;
@@ -125,9 +130,9 @@ impl SchedulerConfig {
         self.max_running + self.token_budget
     }
 
-    /// Rows of a step that sample a token, at most.
+    /// Tokens of a step whose logits are computed, at most: rows that sample, and prompt tokens.
     pub fn step_rows_max(&self) -> usize {
-        self.max_running
+        self.max_running + Self::PROMPT_LOGITS_MAX
     }
 }
 

@@ -55,6 +55,8 @@ pub(crate) struct Entry {
     pub pending: Option<(StepId, u32)>,
     /// Launched steps that hold a row of this request.
     pub launched: u32,
+    /// Its next row tells the runner all its tokens.
+    pub history_due: bool,
     /// Cached prefix at the first admission.
     pub cached_tokens: Option<usize>,
     /// Cached pages of the prefix as last seen while waiting.
@@ -90,6 +92,7 @@ impl Entry {
             prefill_end: 0,
             pending: None,
             launched: 0,
+            history_due: false,
             cached_tokens: None,
             hit_pages: 0,
             hit_epoch: None,
@@ -113,6 +116,17 @@ impl Entry {
     /// Prompt tokens (and, after a retraction, generated ones) that no step computes yet.
     pub fn prefill_remaining(&self) -> usize {
         self.prefill_end.saturating_sub(self.computed)
+    }
+
+    /// Whether its prefill must compute the logits of every prompt token. After a retraction they are
+    /// reported already once a token has been generated.
+    pub fn wants_prompt_logits(&self) -> bool {
+        self.sampling.prompt_logprobs.is_some() && self.tokens.len() == self.prompt_len
+    }
+
+    /// The tokens of which a cached prefix may be used: none when the logits of each are wanted.
+    pub fn cacheable(&self) -> &[TokenId] {
+        if self.wants_prompt_logits() { &self.tokens[..1] } else { &self.tokens }
     }
 
     /// Whether the prefill has not completed: its pages are not all published.

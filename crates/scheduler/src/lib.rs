@@ -23,7 +23,7 @@ pub mod scheduler;
 pub use config::{CachePolicy, ConfigError, QueueOrder, SchedulerConfig, StepOrder};
 pub use digest::StepDigest;
 pub use event::{Counters, Event, Usage};
-pub use plan::{PlanRow, RowInput, StepPlan};
+pub use plan::{History, PlanRow, RowInput, StepPlan};
 pub use queue::OVERTAKEN_MAX;
 pub use request::Request;
 pub use scheduler::Scheduler;

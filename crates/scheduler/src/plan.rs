@@ -42,6 +42,20 @@ pub struct PlanRow {
     pub output_index: u32,
     /// How to sample.
     pub sampling: Arc<SamplingParams>,
+    /// Whether the logits of all its tokens are wanted, for log-probabilities of the prompt.
+    pub prompt_logits: bool,
+    /// On the first row after each admission of a request whose sampling needs its earlier tokens
+    /// ([`SamplingParams::needs_history`]): the runner adds what it samples itself.
+    pub history: Option<History>,
+}
+
+/// All tokens of a request when it was admitted.
+#[derive(Clone, Debug, PartialEq)]
+pub struct History {
+    /// Prompt, then (after a retraction) generated tokens.
+    pub tokens: Arc<[TokenId]>,
+    /// How many of them are the prompt.
+    pub prompt_len: usize,
 }
 
 /// Where the input tokens of a row come from.

@@ -7,7 +7,7 @@ use crate::hf;
 use crate::pieces::Pieces;
 use crate::stream::RequestDecoder;
 use lockstep_core::{Refusal, TokenId};
-use lockstep_wire::{ChatMessages, Prompt, TextParams};
+use lockstep_wire::{ChatMessages, Prompt, TextParams, TokenText, Vocabulary};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
@@ -148,13 +148,33 @@ impl TextModel {
 
     /// The text of all `ids` at once; equal to what a [`RequestDecoder`] gives piece by piece.
     pub fn decode(&self, ids: &[TokenId], skip_special_tokens: bool) -> String {
-        let mut decoder = self.decoder(&TextParams { stop: Vec::new(), skip_special_tokens });
+        let mut decoder = self.decoder(&TextParams { skip_special_tokens, ..TextParams::default() });
         let mut text = String::new();
         for &id in ids {
             self.push_token(&mut decoder, id, &mut text);
         }
         self.finish_text(&mut decoder, &mut text);
         text
+    }
+
+    /// What clients see of one token: the bytes it adds to a text in the middle of it, and whether a text
+    /// with or without special tokens holds them at all.
+    pub fn token_text(&self, id: TokenId, skip_special_tokens: bool) -> TokenText {
+        let is_special = self.pieces.get(id).is_none_or(|piece| piece.is_special);
+        TokenText {
+            bytes: self.pieces.bytes_inside(id).unwrap_or_default().into_owned(),
+            is_shown: !(is_special && skip_special_tokens),
+        }
+    }
+
+    /// Every token's text, for grammars.
+    pub fn vocabulary(&self) -> Vocabulary {
+        let mut vocabulary = Vocabulary::default();
+        for id in 0..self.pieces.len() as TokenId {
+            let is_special = self.pieces.get(id).is_some_and(|piece| piece.is_special);
+            vocabulary.push(&self.pieces.bytes_inside(id).unwrap_or_default(), is_special);
+        }
+        vocabulary
     }
 
     /// The text state of a new request.

@@ -4,6 +4,7 @@
 //! token at a time, so the decoder is read once (through its own JSON form) into a [`Joining`] rule and
 //! a table of pieces. Decoders that need more than the tokens before are refused at load.
 
+use std::borrow::Cow;
 use std::path::Path;
 use tokenizers::{Decoder, DecoderWrapper, Tokenizer};
 
@@ -118,6 +119,25 @@ impl Pieces {
             bytes: &self.bytes[start..self.ends[id] as usize],
             is_special: flags & SPECIAL != 0,
             is_raw_byte: flags & RAW_BYTE != 0,
+        })
+    }
+
+    /// The bytes that token `id` adds to a text in the middle of it; `None` for unknown ids.
+    pub(crate) fn bytes_inside(&self, id: TokenId) -> Option<Cow<'_, [u8]>> {
+        let bytes = self.get(id)?.bytes;
+        let spaced = || Cow::Owned([b" ", bytes].concat());
+        Some(match &self.joining {
+            Joining::Bytes | Joining::Fallback { .. } => bytes.into(),
+            Joining::Metaspace { replacement, .. } => {
+                let text =
+                    std::str::from_utf8(bytes).expect("invariant: pieces are text unless joined as bytes");
+                Cow::Owned(text.replace(*replacement, " ").into_bytes())
+            }
+            Joining::WordPiece { prefix, .. } => match bytes.strip_prefix(prefix.as_bytes()) {
+                Some(rest) => rest.into(),
+                None => spaced(),
+            },
+            Joining::Spaced => spaced(),
         })
     }
 

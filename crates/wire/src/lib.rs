@@ -20,8 +20,10 @@ pub mod to_tokenizer;
 mod token_bytes;
 
 pub use codec::{WireError, decode, encode};
-pub use to_api::{Delta, EngineInfo, EngineTotals, RankInfo, Ready, Role, ToApi, Usage};
-pub use to_detokenizer::{Begin, ToDetokenizer, TokenOut};
+pub use to_api::{
+    Delta, Echo, EngineInfo, EngineTotals, RankInfo, Ready, Role, TextLogprobs, ToApi, TokenText, Usage,
+};
+pub use to_detokenizer::{Begin, StepLogprobs, ToDetokenizer, TokenLogprobs, TokenOut};
 pub use to_ranks::Broadcast;
-pub use to_scheduler::{SubmitRequest, ToScheduler};
+pub use to_scheduler::{SubmitRequest, ToScheduler, Vocabulary};
 pub use to_tokenizer::{ChatMessages, GenerateRequest, Prompt, TextParams, ToTokenizer};

@@ -87,6 +87,40 @@ pub struct Delta {
     pub stopped_by_text: bool,
     /// Token counts so far.
     pub usage: Usage,
+    /// One entry per token of `tokens`, if the request asked for log-probabilities.
+    pub logprobs: Option<Box<Vec<TextLogprobs>>>,
+    /// The prompt, on the first delta of a request that asked for it.
+    pub echo: Option<Box<Echo>>,
+}
+
+/// A prompt on its way back to the client.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Echo {
+    /// Its text, decoded from its tokens.
+    pub text: String,
+    /// Its tokens, if log-probabilities were asked for; the first one has none.
+    pub tokens: Vec<TextLogprobs>,
+}
+
+/// A token as clients see it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TokenText {
+    /// Its bytes, which need not be whole characters.
+    #[serde(with = "serde_bytes")]
+    pub bytes: Vec<u8>,
+    /// False for a special token that the text leaves out.
+    pub is_shown: bool,
+}
+
+/// A token of a text, how likely it was, and what else was.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TextLogprobs {
+    /// The token.
+    pub token: TokenText,
+    /// Its log-probability; none for the first token of a prompt.
+    pub logprob: Option<f32>,
+    /// The most likely tokens, best first.
+    pub top: Vec<(TokenText, f32)>,
 }
 
 /// The state of one replica, as rank 0 sees it.

@@ -23,6 +23,9 @@ pub struct Begin {
     pub id: RequestId,
     /// Stop strings and the treatment of special tokens.
     pub text: TextParams,
+    /// The prompt, when its text is wanted ([`TextParams::echo`]); empty otherwise.
+    #[serde(with = "crate::token_bytes")]
+    pub prompt: Vec<TokenId>,
 }
 
 /// What happened to one request in one step.
@@ -39,4 +42,27 @@ pub struct TokenOut {
     pub ends_with_eos: bool,
     /// Token counts so far.
     pub usage: Usage,
+    /// For requests that asked for log-probabilities; costs the others nothing.
+    pub logprobs: Option<Box<StepLogprobs>>,
+}
+
+/// Log-probabilities of one request, of the tokens that come with them.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepLogprobs {
+    /// Of the prompt's tokens from the second on; once, with the first generated token.
+    pub prompt: Vec<TokenLogprobs>,
+    /// Of the generated tokens.
+    pub output: Vec<TokenLogprobs>,
+}
+
+/// How likely a token was, and what else was: natural logarithms of the softmax of the model's own
+/// logits, before penalties, bias, masks, temperature and filters.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TokenLogprobs {
+    /// The token.
+    pub token: TokenId,
+    /// Its log-probability.
+    pub logprob: f32,
+    /// The most likely tokens, best first (the smaller id on ties), as many as asked for.
+    pub top: Vec<(TokenId, f32)>,
 }

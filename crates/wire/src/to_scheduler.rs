@@ -22,10 +22,47 @@ pub enum ToScheduler {
         /// Echoed in the reply.
         query: u64,
     },
+    /// The model's vocabulary; a tokenizer sends it before its first request with a grammar. The same from
+    /// every tokenizer: ranks need the first only.
+    Vocabulary(Box<Vocabulary>),
     /// Forget all cached prefixes that no request holds.
     FlushCache,
     /// Stop after the running step; every rank exits with code 0.
     Shutdown,
+}
+
+/// What each token adds to a text, by id.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Vocabulary {
+    /// All tokens' bytes, joined.
+    #[serde(with = "serde_bytes")]
+    bytes: Vec<u8>,
+    /// Where each token ends in `bytes`.
+    #[serde(with = "crate::token_bytes")]
+    ends: Vec<u32>,
+    /// The special tokens, ascending.
+    #[serde(with = "crate::token_bytes")]
+    special: Vec<TokenId>,
+}
+
+impl Vocabulary {
+    /// Adds the token with the next id; one that does not exist has no bytes.
+    pub fn push(&mut self, bytes: &[u8], is_special: bool) {
+        if is_special {
+            self.special.push(self.ends.len() as TokenId);
+        }
+        self.bytes.extend_from_slice(bytes);
+        self.ends.push(self.bytes.len() as u32);
+    }
+
+    /// Bytes of each token, and whether it is special; by id. A damaged vocabulary has empty tokens.
+    pub fn tokens(&self) -> impl Iterator<Item = (&[u8], bool)> {
+        let starts = std::iter::once(0).chain(self.ends.iter().copied());
+        starts.zip(&self.ends).enumerate().map(|(id, (start, &end))| {
+            let bytes = self.bytes.get(start as usize..end as usize).unwrap_or_default();
+            (bytes, self.special.binary_search(&(id as TokenId)).is_ok())
+        })
+    }
 }
 
 /// A request ready for the scheduler.

@@ -66,4 +66,6 @@ pub struct TextParams {
     pub stop: Vec<String>,
     /// Leave out special tokens (by id, never by text). Default true.
     pub skip_special_tokens: bool,
+    /// Report the prompt's text and tokens before the answer's ([`Delta::echo`](crate::Delta)).
+    pub echo: bool,
 }

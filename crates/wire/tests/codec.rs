@@ -1,7 +1,7 @@
 //! Every message survives the journey, and no bytes make the decoder panic or take much memory.
 #![allow(clippy::unwrap_used)] // tests may unwrap
 
-use lockstep_core::{FinishReason, Refusal, RequestId, SamplingParams};
+use lockstep_core::{FinishReason, Grammar, Refusal, RequestId, SamplingParams};
 use lockstep_wire::codec::WIRE_VERSION;
 use lockstep_wire::*;
 use std::fmt::Debug;
@@ -15,7 +15,7 @@ fn random(state: &mut u64) -> u64 {
 }
 
 fn text_params() -> TextParams {
-    TextParams { stop: vec!["é漢".into(), "\n".into()], skip_special_tokens: true }
+    TextParams { stop: vec!["é漢".into(), "\n".into()], skip_special_tokens: true, echo: true }
 }
 
 fn sampling() -> SamplingParams {
@@ -24,6 +24,10 @@ fn sampling() -> SamplingParams {
         seed: u64::MAX,
         max_tokens: Some(9),
         stop_token_ids: vec![1],
+        logit_bias: vec![(5, -1.5)],
+        allowed_token_ids: Some(vec![5, 6]),
+        logprobs: Some(2),
+        grammar: Some(Grammar::Choice(vec!["yes".into(), "no".into()])),
         ..Default::default()
     }
 }
@@ -60,11 +64,15 @@ fn to_scheduler() -> Vec<ToScheduler> {
         cache_salt: None,
         priority: 2,
     };
+    let mut vocabulary = Vocabulary::default();
+    [(&b"ab"[..], false), (b"", false), (b"<s>", true)].iter().for_each(|(b, s)| vocabulary.push(b, *s));
+    assert!(vocabulary.tokens().eq([(&b"ab"[..], false), (b"", false), (b"<s>", true)]));
     vec![
         ToScheduler::Submit(Box::new(submit)),
         ToScheduler::Abort(RequestId(0)),
         ToScheduler::Info { query: 3 },
         ToScheduler::FlushCache,
+        ToScheduler::Vocabulary(Box::new(vocabulary)),
         ToScheduler::Shutdown,
     ]
 }
@@ -76,12 +84,21 @@ fn to_detokenizer() -> Vec<ToDetokenizer> {
         finish: Some(FinishReason::Length),
         ends_with_eos: true,
         usage: Usage { prompt_tokens: 1, cached_tokens: 2, completion_tokens: 3 },
+        logprobs: Some(Box::new(StepLogprobs {
+            prompt: vec![],
+            output: vec![TokenLogprobs { token: 5, logprob: -0.5, top: vec![(5, -0.5), (6, -9.25)] }],
+        })),
     };
     vec![
-        ToDetokenizer::Begin(vec![Begin { id: RequestId(2), text: text_params() }]),
+        ToDetokenizer::Begin(vec![Begin { id: RequestId(2), text: text_params(), prompt: vec![1, 2] }]),
         ToDetokenizer::Step(vec![out]),
         ToDetokenizer::Shutdown,
     ]
+}
+
+fn text_logprobs(logprob: Option<f32>) -> TextLogprobs {
+    let token = TokenText { bytes: vec![0xF0, 0x9F], is_shown: true };
+    TextLogprobs { token: token.clone(), logprob, top: vec![(token, -0.25)] }
 }
 
 fn to_api() -> Vec<ToApi> {
@@ -98,6 +115,8 @@ fn to_api() -> Vec<ToApi> {
         finish: Some(FinishReason::Stop),
         stopped_by_text: true,
         usage: Usage::default(),
+        logprobs: Some(Box::new(vec![text_logprobs(Some(-1.5))])),
+        echo: Some(Box::new(Echo { text: "ab".into(), tokens: vec![text_logprobs(None)] })),
     };
     let ready = Ready { role: Role::Tokenizer(1), engine: Some(info.clone()), chat_error: Some("x".into()) };
     vec![

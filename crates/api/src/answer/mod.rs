@@ -6,18 +6,19 @@
 //! writing can tell, so after [`HALF_CLOSE_PATIENCE`] the head (200) goes out and probes follow
 //! every [`PROBE_INTERVAL`] (an SSE comment, or a line feed, which JSON allows before a value).
 
+mod logprobs;
 mod shape;
 mod stream;
 mod whole;
 
-pub(crate) use shape::Head;
+pub(crate) use shape::{Head, Shape};
 
 use crate::connection::{Connection, Hold};
 use crate::engine::Generation;
 use crate::request::Endpoint;
 use crate::respond::{Answer, refuse};
 use lockstep_core::{FinishReason, Refusal};
-use lockstep_wire::{Delta, Usage};
+use lockstep_wire::{Delta, TextLogprobs, Usage};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -31,6 +32,48 @@ pub(crate) struct Pending {
     pub(crate) generation: Generation,
     pub(crate) hold: Hold,
     pub(crate) head: Head,
+    /// Choices in a row that have the same prompt (`n`).
+    pub(crate) per_prompt: usize,
+    /// Show the echoed prompt only; see [`Piece::of`].
+    pub(crate) echo_only: bool,
+}
+
+impl Pending {
+    /// The state of an answer that has not begun.
+    fn choices(&self) -> Choices {
+        Choices {
+            list: vec![Choice::default(); self.generation.choices()],
+            open: self.generation.choices(),
+            per_prompt: self.per_prompt.max(1),
+            started: Instant::now(),
+        }
+    }
+}
+
+/// What a choice gains by a delta.
+#[derive(Debug, Default)]
+struct Piece {
+    text: String,
+    tokens: Vec<TextLogprobs>,
+    finish: Option<FinishReason>,
+    usage: Usage,
+}
+
+impl Piece {
+    /// The echoed prompt, if it is there, and the new text; `echo_only` leaves out what was generated.
+    fn of(delta: Delta, echo_only: bool) -> Self {
+        let Delta { text, finish, mut usage, logprobs, echo, .. } = delta;
+        let echo = echo.map_or_else(Default::default, |echo| (echo.text, echo.tokens));
+        let mut piece = Self { text: echo.0, tokens: echo.1, finish, usage };
+        if echo_only {
+            usage.completion_tokens = 0;
+            let finish = finish.map(|f| if f == FinishReason::Abort { f } else { FinishReason::Length });
+            return Self { finish, usage, ..piece };
+        }
+        piece.text.push_str(&text);
+        piece.tokens.extend(logprobs.into_iter().flat_map(|list| *list));
+        piece
+    }
 }
 
 /// Answers with events when `stream`, else with one JSON document.
@@ -50,26 +93,23 @@ struct Choice {
 struct Choices {
     list: Vec<Choice>,
     open: usize,
+    per_prompt: usize,
     started: Instant,
 }
 
 impl Choices {
-    fn new(count: usize) -> Self {
-        Self { list: vec![Choice::default(); count], open: count, started: Instant::now() }
-    }
-
-    /// Takes in what a delta says about its choice. True when it was the answer's last.
-    fn record(&mut self, choice: usize, delta: &Delta) -> bool {
+    /// Takes in what a piece says about its choice. True when it was the answer's last.
+    fn record(&mut self, choice: usize, piece: &Piece) -> bool {
         let state = &mut self.list[choice];
-        state.usage = delta.usage;
-        if delta.finish.is_some() && state.finish.is_none() {
-            state.finish = delta.finish;
+        state.usage = piece.usage;
+        if piece.finish.is_some() && state.finish.is_none() {
+            state.finish = piece.finish;
             self.open -= 1;
         }
-        if let Some(finish) = delta.finish {
-            let usage = delta.usage;
+        if let Some(finish) = piece.finish {
+            let usage = piece.usage;
             tracing::debug!(
-                request = %delta.id,
+                choice,
                 prompt_tokens = usage.prompt_tokens,
                 completion_tokens = usage.completion_tokens,
                 elapsed_ms = self.started.elapsed().as_millis() as u64,
@@ -80,13 +120,19 @@ impl Choices {
         self.open == 0
     }
 
-    /// Token counts of the whole answer: choices added up.
+    /// Token counts of the whole answer: generated tokens of all choices, and each prompt once, as its first
+    /// choice met it.
     fn usage(&self) -> Usage {
-        self.list.iter().fold(Usage::default(), |sum, choice| Usage {
-            prompt_tokens: sum.prompt_tokens.saturating_add(choice.usage.prompt_tokens),
-            cached_tokens: sum.cached_tokens.saturating_add(choice.usage.cached_tokens),
-            completion_tokens: sum.completion_tokens.saturating_add(choice.usage.completion_tokens),
-        })
+        let mut sum = Usage::default();
+        for (index, choice) in self.list.iter().enumerate() {
+            let usage = choice.usage;
+            if index % self.per_prompt == 0 {
+                sum.prompt_tokens = sum.prompt_tokens.saturating_add(usage.prompt_tokens);
+                sum.cached_tokens = sum.cached_tokens.saturating_add(usage.cached_tokens);
+            }
+            sum.completion_tokens = sum.completion_tokens.saturating_add(usage.completion_tokens);
+        }
+        sum
     }
 }
 

@@ -1,9 +1,10 @@
 //! The JSON of answers, field by field as OpenAI writes it.
 
-use crate::request::Endpoint;
+use super::logprobs::{LogprobsBody, TextOffset};
+use crate::request::{Endpoint, LogprobsWish};
 use crate::respond::to_json;
 use lockstep_core::FinishReason;
-use lockstep_wire::Usage;
+use lockstep_wire::{TextLogprobs, Usage};
 use serde::Serialize;
 
 /// What every chunk of one answer repeats.
@@ -13,7 +14,23 @@ pub(crate) struct Head {
     id: String,
     created: u64,
     model: String,
-    include_usage: bool,
+    shape: Shape,
+}
+
+/// What the client asked its answer to hold.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    /// One more chunk with the token counts; concerns streams only.
+    pub(crate) include_usage: bool,
+    /// Log-probabilities.
+    pub(crate) logprobs: LogprobsWish,
+}
+
+/// A choice of a whole answer.
+pub(super) struct WholeChoice {
+    pub(super) text: String,
+    pub(super) tokens: Vec<TextLogprobs>,
+    pub(super) finish: FinishReason,
 }
 
 #[derive(Serialize)]
@@ -49,8 +66,7 @@ struct ChatChoice<'a> {
     message: Option<Message<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     delta: Option<Message<'a>>,
-    /// Always null.
-    logprobs: (),
+    logprobs: Option<LogprobsBody>,
     finish_reason: Option<&'static str>,
 }
 
@@ -67,8 +83,7 @@ struct Message<'a> {
 struct TextChoice<'a> {
     index: usize,
     text: &'a str,
-    /// Always null.
-    logprobs: (),
+    logprobs: Option<LogprobsBody>,
     finish_reason: Option<&'static str>,
 }
 
@@ -86,15 +101,9 @@ impl From<Usage> for UsageBody {
 }
 
 impl Head {
-    /// `id` is the whole identifier, `created` Unix seconds. `include_usage` concerns chunks only.
-    pub(crate) fn new(
-        endpoint: Endpoint,
-        id: String,
-        created: u64,
-        model: &str,
-        include_usage: bool,
-    ) -> Self {
-        Self { endpoint, id, created, model: model.into(), include_usage }
+    /// `id` is the whole identifier, `created` Unix seconds.
+    pub(crate) fn new(endpoint: Endpoint, id: String, created: u64, model: String, shape: Shape) -> Self {
+        Self { endpoint, id, created, model, shape }
     }
 
     pub(crate) fn id(&self) -> &str {
@@ -105,27 +114,37 @@ impl Head {
         self.endpoint
     }
 
-    /// The whole answer; one text and finish per choice.
-    pub(super) fn whole(&self, choices: &[(String, FinishReason)], usage: Usage) -> String {
+    /// The value of `logprobs` for tokens that follow those counted in `offset`; null unless asked for.
+    pub(super) fn logprobs(&self, tokens: &[TextLogprobs], offset: &mut TextOffset) -> Option<LogprobsBody> {
+        match self.shape.logprobs {
+            LogprobsWish::None => None,
+            LogprobsWish::Top(top) => Some(LogprobsBody::new(self.endpoint, top, tokens, offset)),
+        }
+    }
+
+    /// The whole answer.
+    pub(super) fn whole(&self, choices: &[WholeChoice], usage: Usage) -> String {
         let usage = Some(Some(usage.into()));
-        let numbered =
-            choices.iter().enumerate().map(|(i, (text, finish))| (i, text.as_str(), finish.as_openai()));
+        let numbered = choices.iter().enumerate().map(|(i, choice)| {
+            let logprobs = self.logprobs(&choice.tokens, &mut TextOffset::default());
+            (i, choice.text.as_str(), choice.finish.as_openai(), logprobs)
+        });
         match self.endpoint {
             Endpoint::Chat => {
-                let choice = |(index, text, finish)| ChatChoice {
+                let choice = |(index, text, finish, logprobs)| ChatChoice {
                     index,
                     message: Some(Message { role: Some("assistant"), content: Some(text) }),
                     delta: None,
-                    logprobs: (),
+                    logprobs,
                     finish_reason: Some(finish),
                 };
                 self.envelope("chat.completion", &numbered.map(choice).collect::<Vec<_>>(), usage)
             }
             Endpoint::Completions => {
-                let choice = |(index, text, finish)| TextChoice {
+                let choice = |(index, text, finish, logprobs)| TextChoice {
                     index,
                     text,
-                    logprobs: (),
+                    logprobs,
                     finish_reason: Some(finish),
                 };
                 self.envelope("text_completion", &numbered.map(choice).collect::<Vec<_>>(), usage)
@@ -136,38 +155,58 @@ impl Head {
     /// The chunk that opens a choice; chat only.
     pub(super) fn role_chunk(&self, index: usize) -> Option<String> {
         let delta = Message { role: Some("assistant"), content: Some("") };
-        (self.endpoint == Endpoint::Chat).then(|| self.chat_chunk(index, delta, None))
+        (self.endpoint == Endpoint::Chat).then(|| self.chat_chunk(index, delta, None, None))
     }
 
     /// A chunk with new text.
-    pub(super) fn text_chunk(&self, index: usize, text: &str) -> String {
+    pub(super) fn text_chunk(&self, index: usize, text: &str, logprobs: Option<LogprobsBody>) -> String {
         match self.endpoint {
-            Endpoint::Chat => self.chat_chunk(index, Message { role: None, content: Some(text) }, None),
-            Endpoint::Completions => self.text_completion_chunk(index, text, None),
+            Endpoint::Chat => {
+                self.chat_chunk(index, Message { role: None, content: Some(text) }, None, logprobs)
+            }
+            Endpoint::Completions => self.text_completion_chunk(index, text, None, logprobs),
         }
     }
 
     /// The last chunk of a choice; it carries no text.
-    pub(super) fn finish_chunk(&self, index: usize, finish: FinishReason) -> String {
+    pub(super) fn finish_chunk(
+        &self,
+        index: usize,
+        finish: FinishReason,
+        logprobs: Option<LogprobsBody>,
+    ) -> String {
+        let finish = Some(finish.as_openai());
         match self.endpoint {
-            Endpoint::Chat => self.chat_chunk(index, Message::default(), Some(finish.as_openai())),
-            Endpoint::Completions => self.text_completion_chunk(index, "", Some(finish.as_openai())),
+            Endpoint::Chat => self.chat_chunk(index, Message::default(), finish, logprobs),
+            Endpoint::Completions => self.text_completion_chunk(index, "", finish, logprobs),
         }
     }
 
     /// The extra chunk with the token counts, if the client asked for it.
     pub(super) fn usage_chunk(&self, usage: Usage) -> Option<String> {
         let none: &[TextChoice<'_>] = &[];
-        self.include_usage.then(|| self.envelope(self.chunk_object(), none, Some(Some(usage.into()))))
+        self.shape.include_usage.then(|| self.envelope(self.chunk_object(), none, Some(Some(usage.into()))))
     }
 
-    fn chat_chunk(&self, index: usize, delta: Message<'_>, finish_reason: Option<&'static str>) -> String {
-        let choice = ChatChoice { index, message: None, delta: Some(delta), logprobs: (), finish_reason };
+    fn chat_chunk(
+        &self,
+        index: usize,
+        delta: Message<'_>,
+        finish_reason: Option<&'static str>,
+        logprobs: Option<LogprobsBody>,
+    ) -> String {
+        let choice = ChatChoice { index, message: None, delta: Some(delta), logprobs, finish_reason };
         self.envelope(self.chunk_object(), &[choice], self.no_usage_yet())
     }
 
-    fn text_completion_chunk(&self, index: usize, text: &str, finish_reason: Option<&'static str>) -> String {
-        let choice = TextChoice { index, text, logprobs: (), finish_reason };
+    fn text_completion_chunk(
+        &self,
+        index: usize,
+        text: &str,
+        finish_reason: Option<&'static str>,
+        logprobs: Option<LogprobsBody>,
+    ) -> String {
+        let choice = TextChoice { index, text, logprobs, finish_reason };
         self.envelope(self.chunk_object(), &[choice], self.no_usage_yet())
     }
 
@@ -180,7 +219,7 @@ impl Head {
 
     /// Null in the other chunks when counts were asked for, absent otherwise.
     fn no_usage_yet(&self) -> Option<Option<UsageBody>> {
-        self.include_usage.then_some(None)
+        self.shape.include_usage.then_some(None)
     }
 
     fn envelope<C: Serialize>(

@@ -2,15 +2,16 @@
 //! per event, `data: [DONE]` last, comments while nothing happens.
 //!
 //! Per choice: (chat) one chunk with the role, chunks with text, one chunk with `finish_reason`.
-//! A delta without text makes no chunk. A failure makes an error event in OpenAI's nested form,
+//! A delta without text makes no chunk; its log-probabilities come with the next one. A failure makes an error event in OpenAI's nested form,
 //! and the stream ends there, without `[DONE]`: an answer that was cut must not look complete.
 
-use super::{Choices, PROBE_INTERVAL, Pending, half_close_patience, in_terms_of, refused};
+use super::logprobs::TextOffset;
+use super::{Choices, PROBE_INTERVAL, Pending, Piece, half_close_patience, in_terms_of, refused};
 use crate::engine::Event;
 use crate::respond::{Answer, error_json};
 use axum::body::{Body, Bytes};
 use axum::http::{HeaderValue, Response, header};
-use lockstep_wire::Delta;
+use lockstep_wire::{Delta, TextLogprobs};
 use std::convert::Infallible;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -21,17 +22,27 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 struct EventStream {
     pending: Pending,
     choices: Choices,
-    /// Choices whose role chunk is out.
-    opened: Vec<bool>,
+    /// What is out of each choice.
+    sent: Vec<Sent>,
     /// The event that decided to answer with a stream.
     first: Option<(usize, Event)>,
     quiet_since: Instant,
 }
 
+/// What a client has of one choice.
+#[derive(Clone, Default)]
+struct Sent {
+    /// The role chunk.
+    is_opened: bool,
+    /// Tokens whose log-probabilities no chunk has carried yet.
+    held: Vec<TextLogprobs>,
+    offset: TextOffset,
+}
+
 pub(super) async fn answer(mut pending: Pending) -> Answer {
     let connection = pending.hold.connection().clone();
     let count = pending.generation.choices();
-    let choices = Choices::new(count);
+    let choices = pending.choices();
     let first = tokio::select! {
         biased;
         event = pending.generation.next() => Some(event),
@@ -40,8 +51,13 @@ pub(super) async fn answer(mut pending: Pending) -> Answer {
     if let Some((_, Event::Refused(refusal))) = first {
         return refused(&pending.head, refusal);
     }
-    let stream =
-        EventStream { pending, choices, opened: vec![false; count], first, quiet_since: Instant::now() };
+    let stream = EventStream {
+        pending,
+        choices,
+        sent: vec![Sent::default(); count],
+        first,
+        quiet_since: Instant::now(),
+    };
     let mut answer = Response::new(Body::from_stream(futures::stream::unfold(Some(stream), next_frames)));
     let headers = answer.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
@@ -59,7 +75,7 @@ async fn next_frames(
     loop {
         let (frames, last) = match stream.next_event().await {
             None => (": keep-alive\n\n".into(), false),
-            Some((choice, Event::Delta(delta))) => stream.frames(choice, &delta),
+            Some((choice, Event::Delta(delta))) => stream.frames(choice, delta),
             Some((_, Event::Refused(refusal))) => (stream.error_frame(refusal), true),
         };
         if !frames.is_empty() {
@@ -87,20 +103,26 @@ impl EventStream {
     }
 
     /// The events that a delta makes, and whether they end the stream.
-    fn frames(&mut self, index: usize, delta: &Delta) -> (String, bool) {
+    fn frames(&mut self, index: usize, delta: Delta) -> (String, bool) {
         let head = &self.pending.head;
+        let mut piece = Piece::of(delta, self.pending.echo_only);
+        let sent = &mut self.sent[index];
+        sent.held.append(&mut piece.tokens);
         let mut frames = String::new();
-        if !self.opened[index] {
-            self.opened[index] = true;
+        if !sent.is_opened {
+            sent.is_opened = true;
             head.role_chunk(index).iter().for_each(|chunk| push_frame(&mut frames, chunk));
         }
-        if !delta.text.is_empty() {
-            push_frame(&mut frames, &head.text_chunk(index, &delta.text));
+        if !piece.text.is_empty() {
+            let logprobs = head.logprobs(&std::mem::take(&mut sent.held), &mut sent.offset);
+            push_frame(&mut frames, &head.text_chunk(index, &piece.text, logprobs));
         }
-        if let Some(finish) = delta.finish {
-            push_frame(&mut frames, &head.finish_chunk(index, finish));
+        if let Some(finish) = piece.finish {
+            let held = std::mem::take(&mut sent.held);
+            let logprobs = (!held.is_empty()).then(|| head.logprobs(&held, &mut sent.offset)).flatten();
+            push_frame(&mut frames, &head.finish_chunk(index, finish, logprobs));
         }
-        let last = self.choices.record(index, delta);
+        let last = self.choices.record(index, &piece);
         if last {
             let usage = self.pending.head.usage_chunk(self.choices.usage());
             usage.iter().for_each(|chunk| push_frame(&mut frames, chunk));

@@ -1,18 +1,20 @@
 //! The answer as one JSON document.
 
-use super::{Choices, PROBE_INTERVAL, Pending, half_close_patience, in_terms_of, refused};
+use super::shape::WholeChoice;
+use super::{Choices, PROBE_INTERVAL, Pending, Piece, half_close_patience, in_terms_of, refused};
 use crate::engine::Event;
 use crate::respond::{Answer, error_json, json_body, json_text};
 use axum::body::{Body, Bytes};
 use axum::http::StatusCode;
 use lockstep_core::{FinishReason, Refusal};
+use lockstep_wire::TextLogprobs;
 use std::convert::Infallible;
 
 /// Collects an answer; every await is cancel-safe, so collecting can pause for a probe.
 struct Collector {
     pending: Pending,
     choices: Choices,
-    texts: Vec<String>,
+    parts: Vec<(String, Vec<TextLogprobs>)>,
 }
 
 pub(super) async fn answer(pending: Pending) -> Answer {
@@ -48,8 +50,8 @@ fn probing_body(collector: Collector) -> Body {
 
 impl Collector {
     fn new(pending: Pending) -> Self {
-        let count = pending.generation.choices();
-        Self { pending, choices: Choices::new(count), texts: vec![String::new(); count] }
+        let parts = vec![Default::default(); pending.generation.choices()];
+        Self { choices: pending.choices(), pending, parts }
     }
 
     /// Waits for the end of every choice and returns the JSON document.
@@ -57,8 +59,11 @@ impl Collector {
         loop {
             match self.pending.generation.next().await {
                 (choice, Event::Delta(delta)) => {
-                    self.texts[choice].push_str(&delta.text);
-                    if self.choices.record(choice, &delta) {
+                    let mut piece = Piece::of(delta, self.pending.echo_only);
+                    let (text, tokens) = &mut self.parts[choice];
+                    text.push_str(&piece.text);
+                    tokens.append(&mut piece.tokens);
+                    if self.choices.record(choice, &piece) {
                         return Ok(self.document());
                     }
                 }
@@ -68,8 +73,9 @@ impl Collector {
     }
 
     fn document(&mut self) -> String {
-        let texts = std::mem::take(&mut self.texts).into_iter();
+        let parts = std::mem::take(&mut self.parts).into_iter();
         let finishes = self.choices.list.iter().map(|choice| choice.finish.unwrap_or(FinishReason::Abort));
-        self.pending.head.whole(&texts.zip(finishes).collect::<Vec<_>>(), self.choices.usage())
+        let whole = parts.zip(finishes).map(|((text, tokens), finish)| WholeChoice { text, tokens, finish });
+        self.pending.head.whole(&whole.collect::<Vec<_>>(), self.choices.usage())
     }
 }

@@ -95,16 +95,21 @@ impl EngineClient {
         (client, EngineLink { outbound: outbound_rx, inbound: EngineInbound { registry } })
     }
 
-    /// Submits the requests of one HTTP request; choice `i` of the answer is `requests[i]`.
+    /// Submits the requests of one HTTP request; choice `i` of the answer is `requests[i]`. Each `n` in a row
+    /// have the same prompt: they go to one tokenizer, so that they reach the scheduler in order and share the
+    /// first one's prefill.
     ///
     /// Errors with a 503 when the server is draining, failed or full; then nothing was sent.
-    pub(crate) fn submit(&self, requests: Vec<NewRequest>) -> Result<Generation, Refusal> {
+    pub(crate) fn submit(&self, requests: Vec<NewRequest>, n: usize) -> Result<Generation, Refusal> {
         let (sender, events) = mpsc::unbounded_channel();
         let mut entries = Vec::with_capacity(requests.len());
         let mut sends = Vec::with_capacity(requests.len());
+        let mut tokenizer = 0;
         for (choice, request) in requests.into_iter().enumerate() {
             let id = RequestId(self.next_request.fetch_add(1, Ordering::Relaxed));
-            let tokenizer = (id.0 % self.tokenizers as u64) as usize;
+            if choice % n.max(1) == 0 {
+                tokenizer = (id.0 % self.tokenizers as u64) as usize;
+            }
             let (send, abort) = (self.reserve()?, self.reserve()?);
             entries.push((id, Entry { sender: sender.clone(), choice, tokenizer, abort }));
             let NewRequest { prompt, sampling, text, cache_salt, priority } = request;

@@ -5,13 +5,15 @@ mod chat;
 mod completions;
 pub(crate) mod policy;
 mod sampling;
+mod structured;
 #[cfg(test)]
 mod tests;
 
 use crate::ApiConfig;
 use crate::engine::NewRequest;
 use crate::fields::Fields;
-use lockstep_core::Refusal;
+use lockstep_core::{Refusal, SamplingParams};
+use lockstep_wire::Prompt;
 use policy::FieldPolicy;
 use serde_json::{Map, Value};
 
@@ -37,12 +39,27 @@ impl Endpoint {
 /// A validated call: what to run and how to answer.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Call {
-    /// One per choice of the answer.
+    /// One per choice of the answer: the `n` of the first prompt, then those of the second, ...
     pub(crate) requests: Vec<NewRequest>,
+    /// Choices per prompt.
+    pub(crate) n: usize,
+    /// How log-probabilities are shown; they come only if they were asked for.
+    pub(crate) logprobs: LogprobsWish,
+    /// `max_tokens: 0` with `echo`: the engine generates one token, which the answer leaves out.
+    pub(crate) echo_only: bool,
     /// Answer with server-sent events.
     pub(crate) stream: bool,
     /// Send one more chunk with the token counts.
     pub(crate) include_usage: bool,
+}
+
+/// What of log-probabilities a client wants to see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LogprobsWish {
+    /// Nothing: the field is null.
+    None,
+    /// Each token's own and so many alternatives.
+    Top(u32),
 }
 
 /// Validates the body of one of the two generation endpoints.
@@ -57,23 +74,35 @@ pub(crate) fn validate(
     check_model(&fields, config)?;
     let stream = fields.boolean("stream")?.unwrap_or(false);
     let include_usage = include_usage(&fields, stream)?;
-    let text = sampling::text_params(&fields)?;
-    let sampling = sampling::sampling_params(&fields, endpoint, config)?;
+    let text = sampling::text_params(&fields, endpoint)?;
+    let n = sampling::choices(&fields, endpoint)?;
+    let (sampling, echo_only) = sampling::sampling_params(&fields, endpoint, config)?;
     let prompts = match endpoint {
         Endpoint::Chat => vec![chat::prompt(&fields, config)?],
         Endpoint::Completions => completions::prompts(&fields, config)?,
     };
     let cache_salt = sampling::cache_salt(&fields)?;
     let priority = fields.integer("priority", PRIORITY_RANGE)?.unwrap_or(0) as i32;
-    let request = |prompt| NewRequest {
-        prompt,
-        sampling: sampling.clone(),
+    let choices = prompts.len() * n;
+    if choices > CHOICES_MAX {
+        let message = format!("times the prompts makes {choices} choices, accepted are {CHOICES_MAX}");
+        return Err(fields.invalid("n", message));
+    }
+    let request = |prompt: &Prompt, choice| NewRequest {
+        prompt: prompt.clone(),
+        sampling: SamplingParams { choice, ..sampling.clone() },
         text: text.clone(),
         cache_salt: cache_salt.clone(),
         priority,
     };
-    Ok(Call { requests: prompts.into_iter().map(request).collect(), stream, include_usage })
+    let requests = prompts.iter().flat_map(|prompt| (0..n as u32).map(move |choice| (prompt, choice)));
+    let requests = requests.map(|(prompt, choice)| request(prompt, choice)).collect();
+    let logprobs = sampling.logprobs.map_or(LogprobsWish::None, LogprobsWish::Top);
+    Ok(Call { requests, n, logprobs, echo_only, stream, include_usage })
 }
+
+/// Choices of one answer: prompts times `n`.
+const CHOICES_MAX: usize = 1024;
 
 /// Priorities a client may ask for.
 const PRIORITY_RANGE: std::ops::RangeInclusive<i128> = -1000..=1000;

@@ -32,11 +32,28 @@ const COMMON: &[&str] = &[
     "skip_special_tokens",
     "cache_salt",
     "priority",
+    "n",
+    "logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "regex",
+    "ebnf",
+    "json_schema",
 ];
 /// Read on `/v1/chat/completions` only.
-const CHAT: &[&str] = &["messages", "max_completion_tokens", "add_generation_prompt", "chat_template_kwargs"];
+const CHAT: &[&str] =
+    &["messages", "max_completion_tokens", "add_generation_prompt", "chat_template_kwargs", "top_logprobs"];
 /// Read on `/v1/completions` only.
-const COMPLETIONS: &[&str] = &["prompt"];
+const COMPLETIONS: &[&str] = &["prompt", "echo", "best_of"];
 /// Known and without effect on the answer here: bookkeeping of the client or of OpenAI's service.
 const WITHOUT_EFFECT: &[&str] = &[
     "user",
@@ -61,44 +78,26 @@ enum Neutral {
     Empty,
     /// One of these strings.
     Text(&'static [&'static str]),
-    /// `{"type": "text"}`
-    TextFormat,
     /// `["text"]`
     TextModality,
 }
 
 /// Fields with a meaning in OpenAI's, vLLM's or SGLang's API that this server does not have.
 const UNSUPPORTED: &[(&str, Neutral)] = &[
-    ("n", Neutral::Number(1.0)),
     ("best_of", Neutral::Number(1.0)),
     ("echo", Neutral::Bool(false)),
     ("suffix", Neutral::Empty),
-    ("logprobs", Neutral::Bool(false)),
     ("top_logprobs", Neutral::Number(0.0)),
     ("prompt_logprobs", Neutral::Nothing),
-    ("logit_bias", Neutral::Empty),
-    ("presence_penalty", Neutral::Number(0.0)),
-    ("frequency_penalty", Neutral::Number(0.0)),
-    ("repetition_penalty", Neutral::Number(1.0)),
     ("length_penalty", Neutral::Number(1.0)),
     ("use_beam_search", Neutral::Bool(false)),
     ("early_stopping", Neutral::Bool(false)),
     ("bad_words", Neutral::Empty),
-    ("allowed_token_ids", Neutral::Nothing),
     ("include_stop_str_in_output", Neutral::Bool(false)),
     ("no_stop_trim", Neutral::Bool(false)),
     ("spaces_between_special_tokens", Neutral::Bool(true)),
     ("truncate_prompt_tokens", Neutral::Nothing),
     ("add_special_tokens", Neutral::Bool(true)),
-    ("response_format", Neutral::TextFormat),
-    ("structured_outputs", Neutral::Empty),
-    ("guided_json", Neutral::Nothing),
-    ("guided_regex", Neutral::Nothing),
-    ("guided_choice", Neutral::Empty),
-    ("guided_grammar", Neutral::Nothing),
-    ("regex", Neutral::Nothing),
-    ("ebnf", Neutral::Nothing),
-    ("json_schema", Neutral::Nothing),
     ("tools", Neutral::Empty),
     ("tool_choice", Neutral::Text(&["none", "auto"])),
     ("functions", Neutral::Empty),
@@ -131,7 +130,6 @@ impl Neutral {
                 _ => false,
             },
             Neutral::Text(texts) => value.as_str().is_some_and(|text| texts.contains(&text)),
-            Neutral::TextFormat => value.get("type").and_then(Value::as_str) == Some("text"),
             Neutral::TextModality => {
                 matches!(value.as_array().map(Vec::as_slice), Some([one]) if one == "text")
             }
@@ -145,7 +143,6 @@ impl Neutral {
             Neutral::Number(neutral) => format!("leave it out or send {neutral}"),
             Neutral::Empty => "leave it out or send it empty".into(),
             Neutral::Text(texts) => format!("leave it out or send {:?}", texts[0]),
-            Neutral::TextFormat => "leave it out or send {\"type\": \"text\"}".into(),
             Neutral::TextModality => "leave it out or send [\"text\"]".into(),
         }
     }
@@ -176,7 +173,7 @@ impl FieldPolicy {
                 continue;
             }
             match UNSUPPORTED.iter().find(|(unsupported, _)| *unsupported == name) {
-                Some((_, neutral)) if !value.is_null() => check_neutral(endpoint, name, value, *neutral)?,
+                Some((_, neutral)) if !value.is_null() => check_neutral(name, value, *neutral)?,
                 Some(_) => {}
                 None => self.unknown_field(name, strict)?,
             }
@@ -205,12 +202,7 @@ impl FieldPolicy {
     }
 }
 
-fn check_neutral(endpoint: Endpoint, name: &str, value: &Value, neutral: Neutral) -> Result<(), Refusal> {
-    // A count on the completions endpoint: 0 asks for the sampled token's own, so only null is neutral.
-    let neutral = match (endpoint, name) {
-        (Endpoint::Completions, "logprobs") => Neutral::Nothing,
-        _ => neutral,
-    };
+fn check_neutral(name: &str, value: &Value, neutral: Neutral) -> Result<(), Refusal> {
     if neutral.accepts(value) {
         return Ok(());
     }

@@ -18,19 +18,48 @@ const STOP_TOKEN_IDS_MAX: usize = 256;
 /// OpenAI's default for completions; chat has none.
 const COMPLETIONS_MAX_TOKENS: u32 = 16;
 
-/// How tokens are chosen, with the model's defaults filled in.
+/// Choices per prompt.
+const N_MAX: i128 = 128;
+/// What OpenAI accepts for presence and frequency penalties.
+const PENALTY_MAX: f64 = 2.0;
+/// A repetition penalty outside these bounds leaves nothing of the model's distribution.
+const REPETITION_RANGE: std::ops::RangeInclusive<f64> = 0.01..=10.0;
+/// What OpenAI accepts for a bias.
+const BIAS_MAX: f64 = 100.0;
+/// Entries of `logit_bias` and of `allowed_token_ids`.
+const TOKEN_RULES_MAX: usize = 65_536;
+/// Alternatives per token.
+const TOP_LOGPROBS_MAX: i128 = 20;
+
+/// `n`, and `best_of`, which must be the same: answers are not ranked here.
+pub(super) fn choices(fields: &Fields<'_>, endpoint: Endpoint) -> Result<usize, Refusal> {
+    let n = fields.integer("n", 1..=N_MAX)?.unwrap_or(1);
+    if endpoint == Endpoint::Completions
+        && let Some(best_of) = fields.integer("best_of", 1..=N_MAX)?
+        && best_of != n
+    {
+        let message = format!("must equal n (this server does not rank answers), got {best_of} and {n}");
+        return Err(fields.invalid("best_of", message));
+    }
+    Ok(n as usize)
+}
+
+/// How tokens are chosen, with the model's defaults filled in; and whether the answer shows no generated
+/// token at all (`max_tokens: 0`).
 pub(super) fn sampling_params(
     fields: &Fields<'_>,
     endpoint: Endpoint,
     config: &ApiConfig,
-) -> Result<SamplingParams, Refusal> {
+) -> Result<(SamplingParams, bool), Refusal> {
     let defaults = config.default_sampling;
     let temperature = fields.number("temperature", 0.0..=TEMPERATURE_MAX)?;
     let temperature = temperature.unwrap_or(defaults.temperature.unwrap_or(1.0).into());
     let top_p = fields.number("top_p", 0.0..=1.0)?.unwrap_or(defaults.top_p.unwrap_or(1.0).into());
     let top_k = top_k(fields)?.unwrap_or(defaults.top_k.unwrap_or(0));
     let min_p = fields.number("min_p", 0.0..=1.0)?.unwrap_or(defaults.min_p.unwrap_or(0.0).into());
-    let max_tokens = max_tokens(fields, endpoint)?;
+    let echo = endpoint == Endpoint::Completions && fields.boolean("echo")?.unwrap_or(false);
+    let max_tokens = max_tokens(fields, endpoint, echo)?;
+    let echo_only = max_tokens == Some(0);
     let min_tokens = fields.integer("min_tokens", 0..=u32::MAX.into())?.unwrap_or(0) as u32;
     if let Some(max_tokens) = max_tokens
         && min_tokens > max_tokens
@@ -40,18 +69,89 @@ pub(super) fn sampling_params(
     }
     // The smallest set that reaches probability 0 still holds the most likely token, and only it.
     let (top_k, top_p) = if top_p == 0.0 { (1, 1.0) } else { (top_k, top_p) };
-    Ok(SamplingParams {
+    let logprobs = logprobs(fields, endpoint)?;
+    let params = SamplingParams {
         temperature: if temperature < TEMPERATURE_MIN { 0.0 } else { temperature as f32 },
         top_k,
         top_p: top_p as f32,
         min_p: min_p as f32,
         seed: seed(fields)?,
         choice: 0,
-        max_tokens,
+        max_tokens: if echo_only { Some(1) } else { max_tokens },
         min_tokens,
         ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
         stop_token_ids: stop_token_ids(fields, config.vocab_size)?,
-    })
+        presence_penalty: penalty(fields, "presence_penalty")?,
+        frequency_penalty: penalty(fields, "frequency_penalty")?,
+        repetition_penalty: fields.number("repetition_penalty", REPETITION_RANGE)?.unwrap_or(1.0) as f32,
+        logit_bias: logit_bias(fields, config.vocab_size)?,
+        allowed_token_ids: allowed_token_ids(fields, config.vocab_size)?,
+        logprobs,
+        prompt_logprobs: logprobs.filter(|_| echo),
+        grammar: super::structured::grammar(fields)?,
+    };
+    Ok((params, echo_only))
+}
+
+fn penalty(fields: &Fields<'_>, name: &str) -> Result<f32, Refusal> {
+    Ok(fields.number(name, -PENALTY_MAX..=PENALTY_MAX)?.unwrap_or(0.0) as f32)
+}
+
+/// Alternatives per token, if log-probabilities are wanted at all: chat has a switch and a number,
+/// completions a number.
+fn logprobs(fields: &Fields<'_>, endpoint: Endpoint) -> Result<Option<u32>, Refusal> {
+    let range = 0..=TOP_LOGPROBS_MAX;
+    if endpoint == Endpoint::Completions {
+        return Ok(fields.integer("logprobs", range)?.map(|count| count as u32));
+    }
+    let is_wanted = fields.boolean("logprobs")?.unwrap_or(false);
+    let top = fields.integer("top_logprobs", range)?.unwrap_or(0);
+    if top > 0 && !is_wanted {
+        return Err(fields.invalid("top_logprobs", "needs logprobs: true"));
+    }
+    Ok(is_wanted.then_some(top as u32))
+}
+
+/// An object of token ids (as text, since JSON keys are) and what to add to their logits.
+fn logit_bias(fields: &Fields<'_>, vocab_size: usize) -> Result<Vec<(TokenId, f32)>, Refusal> {
+    let Some(map) = fields.object("logit_bias")? else { return Ok(Vec::new()) };
+    check_rules(fields, "logit_bias", map.len())?;
+    let entry = |(key, value): (&String, &Value)| {
+        let id = key.trim().parse::<TokenId>().ok().filter(|id| (*id as usize) < vocab_size);
+        let id = id.ok_or_else(|| {
+            let got = super::policy::shorten(key);
+            fields.invalid(
+                "logit_bias",
+                format!("has the key {got:?}, but keys are token ids in 0..{vocab_size}"),
+            )
+        })?;
+        let bias = value.as_f64().filter(|bias| bias.abs() <= BIAS_MAX).ok_or_else(|| {
+            fields.invalid("logit_bias", format!("must hold numbers in -{BIAS_MAX}..={BIAS_MAX}"))
+        })?;
+        Ok((id, bias as f32))
+    };
+    let mut list = map.iter().map(entry).collect::<Result<Vec<_>, Refusal>>()?;
+    // "5" and " 5" are different keys, and the later one counts, as for JSON's own duplicates.
+    list.reverse();
+    list.sort_by_key(|(id, _)| *id);
+    list.dedup_by_key(|(id, _)| *id);
+    Ok(list)
+}
+
+fn allowed_token_ids(fields: &Fields<'_>, vocab_size: usize) -> Result<Option<Vec<TokenId>>, Refusal> {
+    let Some(list) = fields.list("allowed_token_ids")? else { return Ok(None) };
+    check_rules(fields, "allowed_token_ids", list.len())?;
+    if list.is_empty() {
+        return Err(fields.invalid("allowed_token_ids", "is empty, so no token could be chosen"));
+    }
+    token_ids(fields, "allowed_token_ids", list, vocab_size).map(Some)
+}
+
+fn check_rules(fields: &Fields<'_>, name: &str, len: usize) -> Result<(), Refusal> {
+    if len > TOKEN_RULES_MAX {
+        return Err(fields.invalid(name, format!("has {len} entries, accepted are {TOKEN_RULES_MAX}")));
+    }
+    Ok(())
 }
 
 /// -1 and 0 mean all tokens.
@@ -60,9 +160,9 @@ fn top_k(fields: &Fields<'_>) -> Result<Option<u32>, Refusal> {
     Ok(Some(u32::try_from(top_k.max(0)).unwrap_or(u32::MAX)))
 }
 
-/// `max_completion_tokens` (chat) wins over `max_tokens`; both are checked.
-fn max_tokens(fields: &Fields<'_>, endpoint: Endpoint) -> Result<Option<u32>, Refusal> {
-    let range = 1..=i128::from(i64::MAX);
+/// `max_completion_tokens` (chat) wins over `max_tokens`; both are checked. 0 makes sense with an echo only.
+fn max_tokens(fields: &Fields<'_>, endpoint: Endpoint, echo: bool) -> Result<Option<u32>, Refusal> {
+    let range = i128::from(!echo)..=i128::from(i64::MAX);
     let plain = fields.integer("max_tokens", range.clone())?;
     let (newer, default) = match endpoint {
         Endpoint::Chat => (fields.integer("max_completion_tokens", range)?, None),
@@ -109,7 +209,7 @@ pub(super) fn token_ids(
 }
 
 /// How tokens become text.
-pub(super) fn text_params(fields: &Fields<'_>) -> Result<TextParams, Refusal> {
+pub(super) fn text_params(fields: &Fields<'_>, endpoint: Endpoint) -> Result<TextParams, Refusal> {
     let stop = match fields.get("stop") {
         None => Vec::new(),
         Some(Value::String(text)) => vec![text.clone()],
@@ -134,7 +234,8 @@ pub(super) fn text_params(fields: &Fields<'_>) -> Result<TextParams, Refusal> {
         return Err(fields.invalid("stop", message));
     }
     let skip_special_tokens = fields.boolean("skip_special_tokens")?.unwrap_or(true);
-    Ok(TextParams { stop, skip_special_tokens })
+    let echo = endpoint == Endpoint::Completions && fields.boolean("echo")?.unwrap_or(false);
+    Ok(TextParams { stop, skip_special_tokens, echo })
 }
 
 fn stop_string(fields: &Fields<'_>, item: &Value) -> Result<String, Refusal> {

@@ -3,7 +3,7 @@
 use super::policy::FieldPolicy;
 use super::{Call, Endpoint, validate};
 use crate::{ApiConfig, SamplingDefaults};
-use lockstep_core::{Refusal, SamplingParams};
+use lockstep_core::{Grammar, Refusal, SamplingParams};
 use lockstep_wire::{ChatMessages, Prompt};
 use serde_json::{Value, json};
 
@@ -133,7 +133,14 @@ fn impossible_values_are_refused_by_name() {
         ("ignore_eos", json!([1, "true"])),
         ("stream", json!(["yes", 1])),
         ("skip_special_tokens", json!([0])),
-        ("n", json!([0, -1, 2, 1000, "x"])),
+        ("n", json!([0, -1, 129, 1.5, "x"])),
+        ("presence_penalty", json!([-2.1, 2.1, "x"])),
+        ("frequency_penalty", json!([-3, 3])),
+        ("repetition_penalty", json!([0, -1, 11])),
+        ("logit_bias", json!([{"300": 1}, {"x": 1}, {"-1": 1}, {"5": 101}, {"5": "x"}, [5]])),
+        ("allowed_token_ids", json!([[], [300], ["x"], 5])),
+        ("logprobs", json!([1, "x"])),
+        ("top_logprobs", json!([1, 21, -1])),
         ("messages", json!([[], {}, 5, "x"])),
         ("chat_template_kwargs", json!([[]])),
     ] {
@@ -204,14 +211,9 @@ fn unsupported_fields_are_refused_unless_neutral() {
     for (name, refused, neutral) in [
         ("tools", json!([{"type": "function"}]), json!([])),
         ("tool_choice", json!("required"), json!("none")),
-        ("response_format", json!({"type": "json_object"}), json!({"type": "text"})),
-        ("logprobs", json!(true), json!(false)),
         ("top_logprobs", json!(3), json!(0)),
-        ("n", json!(2), json!(1)),
-        ("logit_bias", json!({"5": 1}), json!({})),
-        ("presence_penalty", json!(0.5), json!(0)),
-        ("frequency_penalty", json!(-0.5), json!(0.0)),
-        ("repetition_penalty", json!(1.1), json!(1)),
+        ("best_of", json!(2), json!(1)),
+        ("echo", json!(true), json!(false)),
         ("functions", json!([{}]), json!([])),
         ("modalities", json!(["audio"]), json!(["text"])),
         ("continue_final_message", json!(true), json!(false)),
@@ -220,13 +222,116 @@ fn unsupported_fields_are_refused_unless_neutral() {
         chat(json!({ name: neutral })).unwrap();
     }
     for (name, refused, neutral) in [
-        ("logprobs", json!(0), json!(null)),
-        ("echo", json!(true), json!(false)),
+        ("top_logprobs", json!(2), json!(0)),
         ("suffix", json!("x"), json!("")),
         ("best_of", json!(2), json!(1)),
     ] {
         assert_eq!(refused_param(completions(json!({ name: refused }))), name);
         completions(json!({ name: neutral })).unwrap();
+    }
+}
+
+#[test]
+fn n_makes_that_many_choices_of_each_prompt() {
+    let call = completions(json!({"prompt": ["a", "b"], "n": 3, "seed": 7, "best_of": 3})).unwrap();
+    let seen: Vec<_> = call
+        .requests
+        .iter()
+        .map(|r| match &r.prompt {
+            Prompt::Text(text) => (text.as_str(), r.sampling.choice, r.sampling.seed),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(seen, [("a", 0, 7), ("a", 1, 7), ("a", 2, 7), ("b", 0, 7), ("b", 1, 7), ("b", 2, 7)]);
+    assert_eq!(call.n, 3);
+    assert_eq!(chat(json!({"n": 128})).unwrap().requests.len(), 128);
+    assert_eq!(refused_param(completions(json!({"n": 2, "best_of": 3}))), "best_of");
+    assert_eq!(refused_param(completions(json!({"best_of": 2}))), "best_of");
+    let many = json!({"prompt": vec!["a"; 128], "n": 9});
+    assert_eq!(refused_param(completions(many)), "n");
+}
+
+#[test]
+fn penalties_bias_and_allowed_tokens() {
+    let params = sampling(chat(json!({
+        "presence_penalty": -2, "frequency_penalty": 0.5, "repetition_penalty": 1.25,
+        "logit_bias": {"7": -100, "5": 1.5}, "allowed_token_ids": [5, 7, 299],
+    })));
+    assert_eq!((params.presence_penalty, params.frequency_penalty), (-2.0, 0.5));
+    assert_eq!(params.repetition_penalty, 1.25);
+    assert_eq!(params.logit_bias, [(5, 1.5), (7, -100.0)]);
+    assert_eq!(params.allowed_token_ids, Some(vec![5, 7, 299]));
+    assert!(!sampling(chat(json!({"logit_bias": {}, "repetition_penalty": 1}))).changes_logits());
+}
+
+#[test]
+fn logprobs_in_both_shapes_and_echo() {
+    let wish = |call: Result<Call, Refusal>| {
+        let call = call.unwrap();
+        let sampling = &call.requests[0].sampling;
+        (sampling.logprobs, sampling.prompt_logprobs, call.requests[0].text.echo, call.echo_only)
+    };
+    assert_eq!(wish(chat(json!({}))), (None, None, false, false));
+    assert_eq!(wish(chat(json!({"logprobs": false, "top_logprobs": 0}))), (None, None, false, false));
+    assert_eq!(wish(chat(json!({"logprobs": true}))), (Some(0), None, false, false));
+    assert_eq!(wish(chat(json!({"logprobs": true, "top_logprobs": 20}))), (Some(20), None, false, false));
+    assert_eq!(wish(completions(json!({"logprobs": 0}))), (Some(0), None, false, false));
+    assert_eq!(wish(completions(json!({"echo": true}))), (None, None, true, false));
+    let all = json!({"echo": true, "logprobs": 1, "max_tokens": 0});
+    assert_eq!(wish(completions(all.clone())), (Some(1), Some(1), true, true));
+    assert_eq!(completions(all).unwrap().requests[0].sampling.max_tokens, Some(1));
+    assert_eq!(refused_param(completions(json!({"max_tokens": 0}))), "max_tokens");
+    assert_eq!(refused_param(completions(json!({"logprobs": 21}))), "logprobs");
+}
+
+#[test]
+fn forms_of_answers_in_every_spelling() {
+    let schema = json!({"type": "object", "properties": {"b": {}, "a": {}}});
+    let json_schema = || Grammar::JsonSchema(schema.to_string());
+    let regex = || Grammar::Regex("a+".into());
+    let choice = || Grammar::Choice(vec!["x".into(), "y".into()]);
+    for (body, grammar) in [
+        (json!({"response_format": {"type": "text"}}), None),
+        (json!({"structured_outputs": {}}), None),
+        (json!({"response_format": {"type": "json_object"}}), Some(Grammar::JsonObject)),
+        (
+            json!({"response_format": {"type": "json_schema",
+                "json_schema": {"name": "n", "strict": true, "schema": schema}}}),
+            Some(json_schema()),
+        ),
+        (json!({"structured_outputs": {"json": schema}}), Some(json_schema())),
+        (json!({"structured_outputs": {"regex": "a+", "choice": null}}), Some(regex())),
+        (json!({"structured_outputs": {"json_object": true}}), Some(Grammar::JsonObject)),
+        (json!({"guided_json": schema}), Some(json_schema())),
+        (json!({"json_schema": schema.to_string()}), Some(json_schema())),
+        (json!({"guided_regex": "a+"}), Some(regex())),
+        (json!({"regex": "a+"}), Some(regex())),
+        (json!({"guided_choice": ["x", "y"]}), Some(choice())),
+        (json!({"guided_grammar": "start: \"a\""}), Some(Grammar::Lark("start: \"a\"".into()))),
+        (json!({"ebnf": "start: \"a\""}), Some(Grammar::Lark("start: \"a\"".into()))),
+    ] {
+        assert_eq!(sampling(chat(body.clone())).grammar, grammar, "{body}");
+        assert_eq!(sampling(completions(body.clone())).grammar, grammar, "{body}");
+    }
+    for (body, param) in [
+        (json!({"response_format": {"type": "alien"}}), "response_format.type"),
+        (json!({"response_format": {"type": "json_schema"}}), "response_format.json_schema"),
+        (
+            json!({"response_format": {"type": "json_schema", "json_schema": {}}}),
+            "response_format.json_schema.schema",
+        ),
+        (json!({"response_format": "json"}), "response_format"),
+        (json!({"structured_outputs": {"structural_tag": "x"}}), "structured_outputs.structural_tag"),
+        (json!({"structured_outputs": {"regex": "a", "json": {}}}), "structured_outputs.regex"),
+        (json!({"regex": "a", "ebnf": "start: \"a\""}), "ebnf"),
+        (json!({"ebnf": "root ::= \"a\""}), "ebnf"),
+        (json!({"guided_choice": []}), "guided_choice"),
+        (json!({"guided_choice": [""]}), "guided_choice"),
+        (json!({"guided_json": 5}), "guided_json"),
+        (json!({"regex": "a", "min_tokens": 1}), "min_tokens"),
+        (json!({"regex": "a", "ignore_eos": true}), "ignore_eos"),
+    ] {
+        assert_eq!(refused_param(chat(body.clone())), param, "{body}");
     }
 }
 

@@ -127,7 +127,8 @@ impl FakeEngine {
 
 pub fn delta(id: RequestId, text: &str, finish: Option<FinishReason>) -> Delta {
     let usage = Usage { prompt_tokens: 3, cached_tokens: 1, completion_tokens: 2 };
-    Delta { id, text: text.into(), tokens: vec![1 as TokenId], finish, stopped_by_text: false, usage }
+    let (text, tokens) = (text.into(), vec![1 as TokenId]);
+    Delta { id, text, tokens, finish, stopped_by_text: false, usage, logprobs: None, echo: None }
 }
 
 /// A POST with a JSON body.

@@ -23,7 +23,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// First bytes of a recording; the last one is the format's version.
-const MAGIC: [u8; 8] = *b"LOCKFLT\x02";
+const MAGIC: [u8; 8] = *b"LOCKFLT\x03";
 /// Records of one segment: on a busy server about a minute, and a snapshot a minute costs nothing.
 pub const SEGMENT_BYTES: usize = 8 << 20;
 
@@ -200,7 +200,10 @@ impl Drop for FlightRecorder {
 fn changes_scheduler(message: &ToScheduler) -> bool {
     match message {
         ToScheduler::Submit(_) | ToScheduler::Abort(_) | ToScheduler::FlushCache => true,
-        ToScheduler::Info { .. } | ToScheduler::WriteFlight { .. } | ToScheduler::Shutdown => false,
+        ToScheduler::Info { .. }
+        | ToScheduler::WriteFlight { .. }
+        | ToScheduler::Vocabulary(_)
+        | ToScheduler::Shutdown => false,
     }
 }
 

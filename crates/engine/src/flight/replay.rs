@@ -140,7 +140,10 @@ impl Replay {
             }
             ToScheduler::Abort(id) => self.scheduler.abort(id),
             ToScheduler::FlushCache => self.scheduler.flush_cache(),
-            ToScheduler::Info { .. } | ToScheduler::WriteFlight { .. } | ToScheduler::Shutdown => {}
+            ToScheduler::Info { .. }
+            | ToScheduler::WriteFlight { .. }
+            | ToScheduler::Vocabulary(_)
+            | ToScheduler::Shutdown => {}
         }
     }
 

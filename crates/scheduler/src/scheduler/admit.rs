@@ -137,7 +137,7 @@ impl Scheduler {
             return Verdict::AwaitPrefix;
         }
         // Exact: the hit may have shrunk, and locking its unlocked pages makes them unavailable.
-        let probe = self.kv.probe(&self.entries[slot].namespace, &self.entries[slot].tokens);
+        let probe = self.kv.probe(&self.entries[slot].namespace, self.entries[slot].cacheable());
         self.entries[slot].hit_pages = probe.pages;
         if pages - probe.pages + probe.unlocked_pages + reserve > self.kv.available() {
             return Verdict::NoPages;
@@ -150,7 +150,7 @@ impl Scheduler {
         let epoch = self.kv.epoch();
         let entry = &mut self.entries[slot];
         if entry.hit_epoch != Some(epoch) {
-            entry.hit_pages = self.kv.probe(&entry.namespace, &entry.tokens).pages;
+            entry.hit_pages = self.kv.probe(&entry.namespace, entry.cacheable()).pages;
             entry.hit_epoch = Some(epoch);
         }
     }
@@ -179,11 +179,16 @@ impl Scheduler {
     fn finds_owner(&self, entry: &Entry) -> bool {
         let page_size = self.config.page_size;
         let cached = entry.hit_pages * page_size;
-        let usable = &entry.tokens[..entry.tokens.len() - 1];
+        let usable = entry.cacheable();
+        let usable = &usable[..usable.len() - 1];
         if usable.len() < cached + STEP_COST {
             return false;
         }
         self.scratch.prefilling.iter().map(|&slot| &self.entries[slot]).any(|owner| {
+            // The logits of a whole prompt take many small steps: too long to wait for.
+            if owner.wants_prompt_logits() {
+                return false;
+            }
             let common = || common_len(&owner.tokens[..owner.prefill_end], usable);
             owner.namespace == entry.namespace && common() / page_size * page_size >= cached + STEP_COST
         })
@@ -193,7 +198,9 @@ impl Scheduler {
     fn start(&mut self, slot: Slot) {
         let entry = &mut self.entries[slot];
         self.queue.admit(entry.precedence());
-        let cached = self.kv.attach(&entry.namespace, &entry.tokens, &mut entry.table);
+        // `cacheable`, written out because the table is borrowed too.
+        let shared_len = entry.cacheable().len();
+        let cached = self.kv.attach(&entry.namespace, &entry.tokens[..shared_len], &mut entry.table);
         let pages = entry.tokens.len().div_ceil(self.config.page_size);
         assert!(
             self.kv.grow(&mut entry.table, pages),
@@ -202,6 +209,7 @@ impl Scheduler {
         entry.computed = cached;
         entry.completed = cached;
         entry.prefill_end = entry.tokens.len();
+        entry.history_due = entry.sampling.needs_history();
         if entry.cached_tokens.is_none() {
             entry.cached_tokens = Some(cached);
             self.totals.prompt_tokens += entry.prompt_len as u64;

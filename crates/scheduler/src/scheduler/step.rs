@@ -3,7 +3,7 @@
 use super::{Launched, LaunchedRow, Scheduler};
 use crate::config::{SchedulerConfig, StepOrder};
 use crate::entry::Slot;
-use crate::plan::{PlanRow, RowInput, StepPlan};
+use crate::plan::{History, PlanRow, RowInput, StepPlan};
 use lockstep_core::StepId;
 use lockstep_kvcache::Hasher64;
 use serde::{Deserialize, Serialize};
@@ -14,6 +14,8 @@ pub(super) struct Draft<'a> {
     plan: &'a mut StepPlan,
     launched: Launched,
     samples: u32,
+    /// Prompt tokens whose logits the step may still compute.
+    prompt_logits_left: usize,
 }
 
 /// Which kind of step was planned how often in a row while the other kind waited (`mixed == false`).
@@ -52,7 +54,8 @@ impl Scheduler {
             return false;
         }
         let launched = self.spare.pop().unwrap_or_default();
-        let mut draft = Draft { step: self.next_step, plan, launched, samples: 0 };
+        let prompt_logits_left = SchedulerConfig::PROMPT_LOGITS_MAX;
+        let mut draft = Draft { step: self.next_step, plan, launched, samples: 0, prompt_logits_left };
         self.scratch.prefilling.clear();
         if self.config.mixed {
             self.fill_mixed(&mut draft);
@@ -135,7 +138,12 @@ impl Scheduler {
 
     /// Plans the next chunk of one request; returns its tokens, possibly 0.
     pub(super) fn push_prefill(&mut self, draft: &mut Draft<'_>, slot: Slot, room: usize) -> usize {
-        let count = self.entries[slot].prefill_remaining().min(room);
+        let entry = &self.entries[slot];
+        let mut count = entry.prefill_remaining().min(room);
+        if entry.wants_prompt_logits() {
+            count = count.min(draft.prompt_logits_left);
+            draft.prompt_logits_left -= count;
+        }
         if count > 0 {
             self.push_row(draft, slot, count);
         }
@@ -148,6 +156,8 @@ impl Scheduler {
         let (start, end) = (entry.computed, entry.computed + count);
         let page_count = end.div_ceil(self.config.page_size);
         let samples = end >= entry.prefill_end;
+        let history = std::mem::take(&mut entry.history_due)
+            .then(|| History { tokens: entry.tokens.as_slice().into(), prompt_len: entry.prompt_len });
         let plan = &mut *draft.plan;
         plan.rows.push(PlanRow {
             id: entry.id,
@@ -163,6 +173,8 @@ impl Scheduler {
             samples,
             output_index: if samples { (end - entry.prompt_len) as u32 } else { 0 },
             sampling: entry.sampling.clone(),
+            prompt_logits: entry.wants_prompt_logits() && start < entry.prompt_len,
+            history,
         });
         match entry.pending {
             Some(_) => plan.token_ids.push(StepPlan::PLACEHOLDER),

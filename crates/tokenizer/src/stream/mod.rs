@@ -51,6 +51,12 @@ impl RequestDecoder {
         }
     }
 
+    /// The text to come continues another one: its first token is no beginning.
+    pub(crate) fn continue_text(&mut self) {
+        self.is_first = false;
+        self.strip_left = 0;
+    }
+
     /// Takes one token and appends the text it decides to `out`. True once a stop string completed;
     /// `out` then ends right before it, and later tokens are ignored.
     pub(crate) fn push(&mut self, pieces: &Pieces, token: TokenId, out: &mut String) -> bool {

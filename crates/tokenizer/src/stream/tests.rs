@@ -6,7 +6,11 @@ use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
 fn params(stop: &[&str]) -> TextParams {
-    TextParams { stop: stop.iter().map(|s| (*s).to_owned()).collect(), skip_special_tokens: true }
+    TextParams {
+        stop: stop.iter().map(|s| (*s).to_owned()).collect(),
+        skip_special_tokens: true,
+        echo: false,
+    }
 }
 
 fn load(folder: &TempFolder) -> TextModel {

@@ -2,8 +2,10 @@
 
 use crate::model::TextModel;
 use crate::stream::RequestDecoder;
-use lockstep_core::{FinishReason, RequestId};
-use lockstep_wire::{Begin, Delta, ToApi, ToDetokenizer, TokenOut};
+use lockstep_core::{FinishReason, RequestId, TokenId};
+use lockstep_wire::{
+    Begin, Delta, Echo, StepLogprobs, TextLogprobs, ToApi, ToDetokenizer, TokenLogprobs, TokenOut,
+};
 use std::collections::HashMap;
 
 /// The running requests' decoders.
@@ -14,7 +16,15 @@ use std::collections::HashMap;
 pub struct DetokenizerWorker<'m> {
     model: &'m TextModel,
     /// Only ever looked up by id, never iterated: its order is not stable.
-    running: HashMap<RequestId, RequestDecoder>,
+    running: HashMap<RequestId, Running>,
+}
+
+/// What is held of one request.
+struct Running {
+    decoder: RequestDecoder,
+    skip_special_tokens: bool,
+    /// A prompt to be reported with the first token.
+    echo: Vec<TokenId>,
 }
 
 impl<'m> DetokenizerWorker<'m> {
@@ -32,8 +42,13 @@ impl<'m> DetokenizerWorker<'m> {
     pub fn handle(&mut self, message: ToDetokenizer) -> Option<ToApi> {
         match message {
             ToDetokenizer::Begin(list) => {
-                for Begin { id, text } in list {
-                    self.running.insert(id, self.model.decoder(&text));
+                for Begin { id, text, prompt } in list {
+                    let mut decoder = self.model.decoder(&text);
+                    if !prompt.is_empty() {
+                        decoder.continue_text();
+                    }
+                    let skip_special_tokens = text.skip_special_tokens;
+                    self.running.insert(id, Running { decoder, skip_special_tokens, echo: prompt });
                 }
                 None
             }
@@ -48,18 +63,57 @@ impl<'m> DetokenizerWorker<'m> {
     /// The new text of one request. One delta per message even without text, since the api counts the
     /// tokens behind it.
     fn delta(&mut self, output: TokenOut) -> Option<Delta> {
-        let TokenOut { id, tokens, finish, ends_with_eos, usage } = output;
-        let decoder = self.running.get_mut(&id)?;
+        let TokenOut { id, tokens, finish, ends_with_eos, usage, logprobs } = output;
+        let running = self.running.get_mut(&id)?;
+        let (model, skip) = (self.model, running.skip_special_tokens);
+        let echo = take_echo(model, running, &tokens, logprobs.as_deref());
+        let decoder = &mut running.decoder;
         let mut text = String::new();
         let with_text = tokens.len() - usize::from(ends_with_eos && !tokens.is_empty());
-        let mut stopped = tokens[..with_text].iter().any(|&t| self.model.push_token(decoder, t, &mut text));
+        let mut stopped = tokens[..with_text].iter().any(|&t| model.push_token(decoder, t, &mut text));
         if finish.is_some() && !stopped {
-            stopped = self.model.finish_text(decoder, &mut text);
+            stopped = model.finish_text(decoder, &mut text);
         }
         let finish = if stopped { Some(FinishReason::Stop) } else { finish };
         if finish.is_some() {
             self.running.remove(&id);
         }
-        Some(Delta { id, text, tokens, finish, stopped_by_text: stopped, usage })
+        let logprobs = logprobs.map(|step| {
+            let mut texts: Vec<_> = step.output.iter().map(|l| text_logprobs(model, l, skip)).collect();
+            if ends_with_eos && let Some(end) = texts.last_mut() {
+                end.token.is_shown = false;
+            }
+            Box::new(texts)
+        });
+        Some(Delta { id, text, tokens, finish, stopped_by_text: stopped, usage, logprobs, echo })
+    }
+}
+
+/// The prompt, if it was asked for and not reported yet; with the request's first token at the earliest.
+fn take_echo(
+    model: &TextModel,
+    running: &mut Running,
+    tokens: &[TokenId],
+    logprobs: Option<&StepLogprobs>,
+) -> Option<Box<Echo>> {
+    if running.echo.is_empty() || tokens.is_empty() {
+        return None;
+    }
+    let prompt = std::mem::take(&mut running.echo);
+    let skip = running.skip_special_tokens;
+    let text = model.decode(&prompt, skip);
+    let first = || TextLogprobs { token: model.token_text(prompt[0], skip), logprob: None, top: Vec::new() };
+    let rest =
+        |step: &StepLogprobs| step.prompt.iter().map(|l| text_logprobs(model, l, skip)).collect::<Vec<_>>();
+    let tokens = logprobs.map(|step| [vec![first()], rest(step)].concat()).unwrap_or_default();
+    Some(Box::new(Echo { text, tokens }))
+}
+
+fn text_logprobs(model: &TextModel, logprobs: &TokenLogprobs, skip_special_tokens: bool) -> TextLogprobs {
+    let text = |id| model.token_text(id, skip_special_tokens);
+    TextLogprobs {
+        token: text(logprobs.token),
+        logprob: Some(logprobs.logprob),
+        top: logprobs.top.iter().map(|&(id, logprob)| (text(id), logprob)).collect(),
     }
 }

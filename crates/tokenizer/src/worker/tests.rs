@@ -38,7 +38,7 @@ fn generate(id: u64, text: &str) -> ToTokenizer {
         id: RequestId(id),
         prompt: Prompt::Text(text.into()),
         sampling: SamplingParams::default(),
-        text: TextParams { stop: vec![], skip_special_tokens: true },
+        text: TextParams { skip_special_tokens: true, ..TextParams::default() },
         cache_salt: Some("salt".into()),
         priority: 3,
     }))
@@ -89,14 +89,15 @@ fn aborts_remove_waiting_requests_and_pass_on_the_others() {
 }
 
 fn begin(id: u64, stop: &[&str]) -> ToDetokenizer {
-    let text = TextParams { stop: stop.iter().map(|s| (*s).to_owned()).collect(), skip_special_tokens: true };
-    ToDetokenizer::Begin(vec![Begin { id: RequestId(id), text }])
+    let stop = stop.iter().map(|s| (*s).to_owned()).collect();
+    let text = TextParams { stop, skip_special_tokens: true, echo: false };
+    ToDetokenizer::Begin(vec![Begin { id: RequestId(id), text, prompt: Vec::new() }])
 }
 
 fn out(id: u64, tokens: &[u32], finish: Option<FinishReason>) -> TokenOut {
     let usage = Usage { prompt_tokens: 1, cached_tokens: 0, completion_tokens: tokens.len() as u32 };
     let ends_with_eos = finish == Some(FinishReason::Stop);
-    TokenOut { id: RequestId(id), tokens: tokens.to_vec(), finish, ends_with_eos, usage }
+    TokenOut { id: RequestId(id), tokens: tokens.to_vec(), finish, ends_with_eos, usage, logprobs: None }
 }
 
 fn deltas(report: Option<ToApi>) -> Vec<Delta> {

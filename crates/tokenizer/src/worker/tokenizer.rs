@@ -3,8 +3,10 @@
 use super::{Inbox, Outbox, TokenizerLinks};
 use crate::error::TokenizerError;
 use crate::model::TextModel;
-use lockstep_core::{Refusal, RequestId};
-use lockstep_wire::{GenerateRequest, SubmitRequest, ToApi, ToScheduler, ToTokenizer};
+use lockstep_core::{Grammar, Refusal, RequestId, TokenId};
+use lockstep_grammar::{Checker, GrammarError};
+use lockstep_wire::{GenerateRequest, Prompt, SubmitRequest, ToApi, ToScheduler, ToTokenizer};
+use std::cell::OnceCell;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -20,12 +22,38 @@ pub struct TokenizerWorker<'m> {
     model: &'m TextModel,
     waiting: VecDeque<Box<GenerateRequest>>,
     is_shutting_down: bool,
+    /// The request before this one, while the next one wants the same: choices of one prompt are tokenized
+    /// and checked once.
+    last: Option<Checked>,
+    /// Built at the first grammar.
+    checker: OnceCell<Result<Checker, GrammarError>>,
+    is_vocabulary_sent: bool,
+}
+
+/// A prompt and a grammar that are fine, and the prompt's tokens.
+struct Checked {
+    prompt: Prompt,
+    grammar: Option<Grammar>,
+    tokens: Vec<TokenId>,
+}
+
+impl Checked {
+    fn is_of(&self, request: &GenerateRequest) -> bool {
+        self.prompt == request.prompt && self.grammar == request.sampling.grammar
+    }
 }
 
 impl<'m> TokenizerWorker<'m> {
     /// A worker with nothing to do.
     pub fn new(model: &'m TextModel) -> Self {
-        Self { model, waiting: VecDeque::new(), is_shutting_down: false }
+        Self {
+            model,
+            waiting: VecDeque::new(),
+            is_shutting_down: false,
+            last: None,
+            checker: OnceCell::new(),
+            is_vocabulary_sent: false,
+        }
     }
 
     /// Takes in what has come, tokenizes one request; waits when there is nothing. False when shut down
@@ -49,7 +77,13 @@ impl<'m> TokenizerWorker<'m> {
         }
         if let Some(request) = self.waiting.pop_front() {
             match self.tokenize(*request) {
-                Ok(submit) => links.scheduler.send(&ToScheduler::Submit(Box::new(submit)))?,
+                Ok(submit) => {
+                    if submit.sampling.grammar.is_some() && !self.is_vocabulary_sent {
+                        self.is_vocabulary_sent = true;
+                        links.scheduler.send(&ToScheduler::Vocabulary(Box::new(self.model.vocabulary())))?;
+                    }
+                    links.scheduler.send(&ToScheduler::Submit(Box::new(submit)))?;
+                }
                 Err(refused) => links.api.send(&refused)?,
             }
         }
@@ -82,19 +116,40 @@ impl<'m> TokenizerWorker<'m> {
     }
 
     /// The submission to rank 0, or the refusal to the api.
-    fn tokenize(&self, request: GenerateRequest) -> Result<SubmitRequest, ToApi> {
+    fn tokenize(&mut self, request: GenerateRequest) -> Result<SubmitRequest, ToApi> {
+        let known = self.last.take().filter(|last| last.is_of(&request));
+        let checked = match known {
+            Some(checked) => Ok(checked.tokens),
+            None => self.check(&request),
+        };
         let GenerateRequest { id, prompt, sampling, text, cache_salt, priority } = request;
-        // A text that makes a library panic must cost its own request only, not the server.
-        let encoded =
-            catch_unwind(AssertUnwindSafe(|| self.model.encode_prompt(&prompt))).unwrap_or_else(|_| {
-                tracing::error!("the tokenizer panicked on the prompt of request {id}");
-                Err(Refusal::internal(
-                    "the tokenizer failed on this prompt; this is a bug of the server, please report it",
-                ))
-            });
-        match encoded {
-            Ok(prompt) => Ok(SubmitRequest { id, prompt, sampling, text, cache_salt, priority }),
-            Err(refusal) => Err(ToApi::Refused { id, refusal }),
+        let tokens = checked.map_err(|refusal| ToApi::Refused { id, refusal })?;
+        let checked = Checked { prompt, grammar: sampling.grammar.clone(), tokens: tokens.clone() };
+        self.last = self.waiting.front().is_some_and(|next| checked.is_of(next)).then_some(checked);
+        Ok(SubmitRequest { id, prompt: tokens, sampling, text, cache_salt, priority })
+    }
+
+    /// The prompt's tokens, once the grammar is known to be fine as well.
+    fn check(&self, request: &GenerateRequest) -> Result<Vec<TokenId>, Refusal> {
+        if let Some(grammar) = &request.sampling.grammar {
+            self.check_grammar(grammar)?;
         }
+        // A text that makes a library panic must cost its own request only, not the server.
+        let encode = || self.model.encode_prompt(&request.prompt);
+        catch_unwind(AssertUnwindSafe(encode)).unwrap_or_else(|_| {
+            tracing::error!("the tokenizer panicked on the prompt of request {}", request.id);
+            Err(Refusal::internal(
+                "the tokenizer failed on this prompt; this is a bug of the server, please report it",
+            ))
+        })
+    }
+
+    fn check_grammar(&self, grammar: &Grammar) -> Result<(), Refusal> {
+        let checker = self.checker.get_or_init(|| Checker::new(&self.model.vocabulary()));
+        let checked = checker.as_ref().map_err(Clone::clone).and_then(|checker| checker.check(grammar));
+        checked.map_err(|error| {
+            let message = format!("the form asked for the answer cannot be enforced: {error}");
+            Refusal::invalid_param("response_format", message).with_code("invalid_grammar")
+        })
     }
 }

@@ -1,0 +1,297 @@
+//! From this rank's logits to the step's tokens, equal on all ranks of the TP group.
+//!
+//! A step in which every row takes the most likely token exchanges (logit, id) pairs only; otherwise whole rows
+//! of logits are gathered and every rank does the same with them. The order for one row: the log-probabilities
+//! (from the logits as they are), then allowed tokens, the grammar or end tokens before `min_tokens`, bias,
+//! penalties, and the sampler.
+
+use crate::histories::Histories;
+use crate::logprobs::Distribution;
+use crate::masks::{GrammarSource, MaskJob};
+use crate::sampler::{Sampler, argmax};
+use crate::{EngineError, Result};
+use lockstep_comm::collective::Collective;
+use lockstep_core::shard::VocabShard;
+use lockstep_core::{RequestId, SamplingParams, TokenId};
+use lockstep_scheduler::{PlanRow, StepPlan};
+use lockstep_wire::{StepLogprobs, TokenLogprobs, Vocabulary};
+
+/// The logits that belong to one row of a plan.
+pub(crate) struct LogitRow {
+    /// Index of the row in the plan.
+    pub(crate) row: usize,
+    /// Index of its first row of logits.
+    pub(crate) first: usize,
+    /// Rows of logits: 1, or one per token of the row when the prompt's log-probabilities are wanted.
+    pub(crate) count: usize,
+}
+
+/// What a step came to.
+#[derive(Default)]
+pub(crate) struct Chosen {
+    /// One token per row that samples, in order.
+    pub(crate) tokens: Vec<TokenId>,
+    /// Of requests that asked for them; on the reporting rank only.
+    pub(crate) logprobs: Vec<(RequestId, StepLogprobs)>,
+}
+
+impl Chosen {
+    /// Empties it, keeping its memory.
+    pub(crate) fn clear(&mut self) {
+        self.tokens.clear();
+        self.logprobs.clear();
+    }
+}
+
+/// The last stage of a step.
+pub(crate) struct LogitsReader {
+    local_vocab: usize,
+    first_id: usize,
+    local_real: usize,
+    vocab_size: usize,
+    eos_tokens: Vec<TokenId>,
+    reports_logprobs: bool,
+    sampler: Sampler,
+    histories: Histories,
+    grammars: GrammarSource,
+    gathered: Vec<f32>,
+    /// The logits of one position, whole vocabulary, as the model gave them.
+    row: Vec<f32>,
+    /// The same, changed.
+    adjusted: Vec<f32>,
+}
+
+impl LogitsReader {
+    /// For this rank's part of a vocabulary of `vocab_size`.
+    pub(crate) fn new(
+        shard: &VocabShard,
+        vocab_size: usize,
+        eos_tokens: Vec<TokenId>,
+        reports_logprobs: bool,
+    ) -> Self {
+        Self {
+            local_vocab: shard.padded.len(),
+            first_id: shard.padded.start,
+            local_real: shard.real.len(),
+            vocab_size,
+            eos_tokens,
+            reports_logprobs,
+            sampler: Sampler::default(),
+            histories: Histories::default(),
+            grammars: GrammarSource::default(),
+            gathered: Vec::new(),
+            row: Vec::new(),
+            adjusted: Vec::new(),
+        }
+    }
+
+    /// Width of a row of this rank's logits, padding included.
+    pub(crate) fn local_vocab(&self) -> usize {
+        self.local_vocab
+    }
+
+    /// What grammars need of the tokenizer.
+    pub(crate) fn set_vocabulary(&mut self, vocabulary: Vocabulary) {
+        self.grammars.begin(vocabulary, self.vocab_size, self.eos_tokens.clone());
+    }
+
+    /// Takes in what `plan` tells of its requests; the masks that [`choose`](Self::choose) will need, to be
+    /// computed meanwhile.
+    pub(crate) fn begin<'a>(&'a mut self, plan: &'a StepPlan) -> (&'a mut GrammarSource, Vec<MaskJob<'a>>) {
+        self.histories.begin(&plan.rows);
+        (&mut self.grammars, self.histories.mask_jobs(&plan.rows))
+    }
+
+    /// Chooses one token per row of `plan` that samples, from `local` `[logits, local_vocab]`.
+    /// **Collective: all ranks of the TP group.**
+    pub(crate) fn choose(
+        &mut self,
+        local: &[f32],
+        plan: &StepPlan,
+        rows: &[LogitRow],
+        collective: &dyn Collective,
+        chosen: &mut Chosen,
+    ) -> Result<()> {
+        let takes_best = |r: &LogitRow| takes_most_likely(&plan.rows[r.row]);
+        match rows.iter().all(takes_best) {
+            true => self.choose_greedy(local, rows.len(), collective, &mut chosen.tokens),
+            false => {
+                let count = rows.last().map_or(0, |last| last.first + last.count);
+                self.gather(local, count, collective)?;
+                rows.iter().try_for_each(|row| self.choose_from_row(row, &plan.rows[row.row], count, chosen))
+            }
+        }
+    }
+
+    fn choose_greedy(
+        &mut self,
+        local: &[f32],
+        count: usize,
+        collective: &dyn Collective,
+        tokens: &mut Vec<TokenId>,
+    ) -> Result<()> {
+        self.row.clear();
+        for logits in local.chunks_exact(self.local_vocab).take(count) {
+            let (logit, index) = argmax(&logits[..self.local_real]).unwrap_or((f32::NEG_INFINITY, 0));
+            // The id travels as the bits of an f32: gathers copy bytes, never values.
+            self.row.extend([logit, f32::from_bits((self.first_id + index) as u32)]);
+        }
+        self.gathered.clear();
+        self.gathered.resize(self.row.len() * collective.size(), 0.0);
+        collective.all_gather_f32(&self.row, &mut self.gathered).map_err(EngineError::from)?;
+        for row in 0..count {
+            let mut best = (f32::NEG_INFINITY, 0);
+            for rank in 0..collective.size() {
+                let at = (rank * count + row) * 2;
+                // Ranks hold ascending ids, so a strict comparison keeps the smaller id on ties.
+                if self.gathered[at] > best.0 {
+                    best = (self.gathered[at], self.gathered[at + 1].to_bits());
+                }
+            }
+            tokens.push(best.1);
+        }
+        Ok(())
+    }
+
+    /// Whole rows of all ranks into `gathered` `[ranks, count, local_vocab]`.
+    fn gather(&mut self, local: &[f32], count: usize, collective: &dyn Collective) -> Result<()> {
+        let sent = count * self.local_vocab;
+        let received = sent * collective.size();
+        if self.gathered.len() < received {
+            self.gathered.resize(received, 0.0);
+        }
+        // Only what this step gathered may be looked at: a shorter step leaves old logits behind it.
+        self.gathered.truncate(received);
+        collective.all_gather_f32(&local[..sent], &mut self.gathered).map_err(EngineError::from)
+    }
+
+    /// Everything one row of the plan wants of its logits; `count` rows were gathered in all.
+    fn choose_from_row(
+        &mut self,
+        logits: &LogitRow,
+        row: &PlanRow,
+        count: usize,
+        chosen: &mut Chosen,
+    ) -> Result<()> {
+        for at in 0..logits.count {
+            let samples = row.samples && at + 1 == logits.count;
+            if samples || self.reports_logprobs {
+                self.assemble(logits.first + at, count);
+            }
+            if samples {
+                let token = self.sample(row)?;
+                chosen.tokens.push(token);
+                self.report(row, token, chosen)?;
+            } else if self.reports_logprobs {
+                self.collect_prompt(row, row.start_position as usize + at + 1)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The logits of gathered row `index` in vocabulary order, without padding, into `self.row`.
+    fn assemble(&mut self, index: usize, count: usize) {
+        self.row.clear();
+        for (rank, logits) in self.gathered.chunks_exact(count * self.local_vocab).enumerate() {
+            let real = self.vocab_size.saturating_sub(rank * self.local_vocab).min(self.local_vocab);
+            self.row.extend_from_slice(&logits[index * self.local_vocab..][..real]);
+        }
+    }
+
+    /// The next token of a row whose logits are in `self.row`.
+    fn sample(&mut self, row: &PlanRow) -> Result<TokenId> {
+        let params = &*row.sampling;
+        let is_early = row.output_index < params.min_tokens;
+        let logits = match is_early || params.changes_logits() {
+            true => {
+                self.adjust(row, is_early)?;
+                &self.adjusted
+            }
+            false => &self.row,
+        };
+        let token = self.sampler.sample(logits, params, row.output_index);
+        if params.has_penalties() || params.grammar.is_some() {
+            self.histories.of(row)?.push(row, token)?;
+        }
+        Ok(token)
+    }
+
+    /// Copies `self.row` into `self.adjusted`, changed as the request wants.
+    fn adjust(&mut self, row: &PlanRow, is_early: bool) -> Result<()> {
+        let params = &*row.sampling;
+        self.adjusted.clear();
+        match &params.allowed_token_ids {
+            None => self.adjusted.extend_from_slice(&self.row),
+            Some(allowed) => {
+                self.adjusted.resize(self.row.len(), f32::NEG_INFINITY);
+                for &id in allowed {
+                    if let Some(logit) = self.row.get(id as usize) {
+                        self.adjusted[id as usize] = *logit;
+                    }
+                }
+            }
+        }
+        if params.grammar.is_some() {
+            // It says where the answer ends, so `min_tokens` does not.
+            self.histories.of(row)?.mask(&mut self.adjusted, &self.eos_tokens);
+        } else if is_early {
+            mask_end_tokens(&mut self.adjusted, &self.eos_tokens, params);
+        }
+        for &(id, bias) in &params.logit_bias {
+            if let Some(logit) = self.adjusted.get_mut(id as usize) {
+                *logit += bias;
+            }
+        }
+        if params.has_penalties() {
+            self.histories.of(row)?.penalise(params, &mut self.adjusted);
+        }
+        Ok(())
+    }
+
+    /// The log-probabilities that come with a sampled token.
+    fn report(&mut self, row: &PlanRow, token: TokenId, chosen: &mut Chosen) -> Result<()> {
+        if !self.reports_logprobs {
+            return Ok(());
+        }
+        let mut step = StepLogprobs::default();
+        if row.prompt_logits {
+            step.prompt = self.histories.of(row)?.take_prompt_logprobs();
+        }
+        if let Some(count) = row.sampling.logprobs {
+            step.output.push(Distribution::of(&self.row).report(token, count));
+        }
+        if step != StepLogprobs::default() {
+            chosen.logprobs.push((row.id, step));
+        }
+        Ok(())
+    }
+
+    /// The log-probabilities of the prompt's token at `position`, which follows the logits in `self.row`.
+    fn collect_prompt(&mut self, row: &PlanRow, position: usize) -> Result<()> {
+        let history = self.histories.of(row)?;
+        let Some(token) = history.prompt_token(position) else { return Ok(()) };
+        let count = row.sampling.prompt_logprobs.unwrap_or(0);
+        let logprobs: TokenLogprobs = Distribution::of(&self.row).report(token, count);
+        history.push_prompt_logprobs(logprobs);
+        Ok(())
+    }
+}
+
+/// Whether a row wants nothing but the most likely token.
+fn takes_most_likely(row: &PlanRow) -> bool {
+    let params = &*row.sampling;
+    params.is_greedy()
+        && row.output_index >= params.min_tokens
+        && params.logprobs.is_none()
+        && !row.prompt_logits
+        && !params.changes_logits()
+}
+
+/// Makes every token that would end the request impossible.
+fn mask_end_tokens(logits: &mut [f32], eos: &[TokenId], params: &SamplingParams) {
+    for &id in eos.iter().chain(&params.stop_token_ids) {
+        if let Some(logit) = logits.get_mut(id as usize) {
+            *logit = f32::NEG_INFINITY;
+        }
+    }
+}

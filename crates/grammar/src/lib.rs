@@ -1,0 +1,89 @@
+//! Structured output: which tokens keep an answer within a grammar.
+//!
+//! Built on `llguidance`, which compiles JSON schemas, regular expressions and its own Lark dialect in about a
+//! millisecond and computes a mask over the vocabulary per token. Two users: a tokenizer's [`Checker`] compiles a request's
+//! grammar before rank 0 hears of it, and every rank holds a [`Matcher`] per running request.
+//!
+//! **Invariants**
+//! - A mask is a function of the vocabulary, the grammar and the tokens so far: equal on every rank, in every
+//!   batch and after a retraction. Matchers share no caches, since their fill would decide where a budget ends.
+//! - A grammar that fails while it runs (a budget of `llguidance` is used up) ends its own answer; it is never
+//!   an error of the server.
+
+mod matcher;
+mod vocabulary;
+
+pub use matcher::Matcher;
+pub use vocabulary::{Checker, Grammars};
+
+use llguidance::api::TopLevelGrammar;
+use llguidance::{ParserFactory, TokenParser};
+use lockstep_core::Grammar;
+
+/// Why a grammar cannot be used; a sentence for the client.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct GrammarError(String);
+
+/// Longest source of a grammar in bytes.
+const SOURCE_BYTES_MAX: usize = 1 << 20;
+/// Characters of the library's explanation that are passed on.
+const REASON_CHARS_MAX: usize = 500;
+
+/// A factory that prints nothing and explains errors in one line.
+fn factory(env: &llguidance::toktrie::TokEnv) -> Result<ParserFactory, GrammarError> {
+    let mut factory = ParserFactory::new_simple(env).map_err(|e| GrammarError(e.to_string()))?;
+    factory.quiet();
+    factory.limits_mut().verbose_errors = false;
+    Ok(factory)
+}
+
+fn compile(factory: &ParserFactory, grammar: &Grammar) -> Result<TokenParser, GrammarError> {
+    let source = source(grammar)?;
+    // The library promises errors, but a grammar comes from a client: a panic must cost its request only.
+    let parser = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| factory.create_parser(source)));
+    match parser {
+        Ok(Ok(parser)) => Ok(parser),
+        Ok(Err(error)) => Err(GrammarError(shorten(&error.to_string()))),
+        Err(_) => Err(GrammarError("the grammar library gave up on it; simplify it".into())),
+    }
+}
+
+fn source(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
+    let len = match grammar {
+        Grammar::JsonObject => 0,
+        Grammar::JsonSchema(text) | Grammar::Regex(text) | Grammar::Lark(text) => text.len(),
+        Grammar::Choice(texts) => texts.iter().map(String::len).sum(),
+    };
+    if len > SOURCE_BYTES_MAX {
+        return Err(GrammarError(format!("it has {len} bytes, accepted are {SOURCE_BYTES_MAX}")));
+    }
+    Ok(match grammar {
+        Grammar::JsonObject => TopLevelGrammar::from_json_schema(serde_json::json!({"type": "object"})),
+        Grammar::JsonSchema(text) => {
+            let schema =
+                serde_json::from_str(text).map_err(|e| GrammarError(format!("it is not JSON: {e}")))?;
+            TopLevelGrammar::from_json_schema(schema)
+        }
+        Grammar::Regex(pattern) => TopLevelGrammar::from_regex(pattern),
+        Grammar::Lark(text) => TopLevelGrammar::from_lark(text.clone()),
+        Grammar::Choice(texts) => TopLevelGrammar::from_lark(choice(texts)),
+    })
+}
+
+/// A Lark grammar of literals; its strings are spelled like JSON's.
+fn choice(texts: &[String]) -> String {
+    let literals: Vec<String> =
+        texts.iter().map(|text| serde_json::Value::from(text.as_str()).to_string()).collect();
+    format!("start: {}", literals.join(" | "))
+}
+
+fn shorten(reason: &str) -> String {
+    match reason.char_indices().nth(REASON_CHARS_MAX) {
+        Some((end, _)) => format!("{}...", &reason[..end]),
+        None => reason.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

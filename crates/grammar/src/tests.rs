@@ -1,0 +1,105 @@
+use super::*;
+use lockstep_core::TokenId;
+use lockstep_wire::Vocabulary;
+
+const EOS: TokenId = 256;
+
+/// One token per byte, the end token, and two longer ones.
+fn vocabulary() -> Vocabulary {
+    let mut vocabulary = Vocabulary::default();
+    for byte in 0..=u8::MAX {
+        vocabulary.push(&[byte], false);
+    }
+    vocabulary.push(b"<|eos|>", true);
+    vocabulary.push(b"true", false);
+    vocabulary.push(b"<|tool|>", true);
+    vocabulary
+}
+
+fn grammars() -> Grammars {
+    Grammars::new(&vocabulary(), 260, &[EOS]).unwrap()
+}
+
+/// The ids that may follow, of a vocabulary with one padded row.
+fn allowed(matcher: &mut Matcher) -> Vec<TokenId> {
+    matcher.compute_mask();
+    let mut logits = vec![0.0; 260];
+    matcher.apply(&mut logits, &[EOS]);
+    (0..260).filter(|id| logits[*id as usize] == 0.0).collect()
+}
+
+fn bytes(text: &str) -> Vec<TokenId> {
+    text.bytes().map(TokenId::from).collect()
+}
+
+#[test]
+fn a_choice_allows_its_texts_and_then_the_end() {
+    let mut matcher = grammars().matcher(&Grammar::Choice(vec!["yes".into(), "ye\"".into(), "true".into()]));
+    assert_eq!(allowed(&mut matcher), [u32::from(b't'), u32::from(b'y'), 257]);
+    matcher.push(&bytes("ye"));
+    assert_eq!(allowed(&mut matcher), [u32::from(b'"'), u32::from(b's')]);
+    matcher.push(&bytes("s"));
+    assert_eq!(allowed(&mut matcher), [EOS]);
+    matcher.push(&[EOS]);
+    assert_eq!(allowed(&mut matcher), [EOS], "nothing else ever follows");
+}
+
+#[test]
+fn a_rebuilt_matcher_allows_the_same() {
+    let schema = r#"{"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "y"]}},
+        "required": ["a", "b"], "additionalProperties": false}"#;
+    let mut grammars = grammars();
+    let grammar = Grammar::JsonSchema(schema.into());
+    let mut stepwise = grammars.matcher(&grammar);
+    let text = r#"{"a":true,"b":"y"}"#;
+    for (at, token) in bytes(text).into_iter().enumerate() {
+        let mut rebuilt = grammars.matcher(&grammar);
+        rebuilt.push(&bytes(&text[..at]));
+        let list = allowed(&mut stepwise);
+        assert_eq!(list, allowed(&mut rebuilt), "after {:?}", &text[..at]);
+        assert!(list.contains(&token), "{:?} may follow {:?}", &text[at..=at], &text[..at]);
+        stepwise.push(&[token]);
+    }
+    assert_eq!(allowed(&mut stepwise), [EOS]);
+}
+
+#[test]
+fn special_tokens_are_never_text() {
+    let mut matcher = grammars().matcher(&Grammar::Regex("(?s:.*)".into()));
+    let list = allowed(&mut matcher);
+    assert!(list.contains(&EOS), "the empty text matches");
+    assert!(list.contains(&257) && !list.contains(&258) && !list.contains(&259), "{list:?}");
+}
+
+#[test]
+fn a_wrong_token_ends_the_answer() {
+    let mut matcher = grammars().matcher(&Grammar::Regex("[0-9]{3}".into()));
+    matcher.push(&bytes("1x"));
+    assert_eq!(allowed(&mut matcher), [EOS]);
+}
+
+#[test]
+fn grammars_are_checked_without_the_vocabulary() {
+    let checker = Checker::new(&vocabulary()).unwrap();
+    for good in [
+        Grammar::JsonObject,
+        Grammar::JsonSchema(r#"{"type": "array", "items": {"type": "integer"}}"#.into()),
+        Grammar::Regex("a+b?".into()),
+        Grammar::Lark("start: \"a\" <|tool|> /[0-9]+/".into()),
+        Grammar::Choice(vec!["a\n\u{e9}".into()]),
+    ] {
+        checker.check(&good).unwrap_or_else(|e| panic!("{good:?}: {e}"));
+    }
+    for bad in [
+        Grammar::JsonSchema("{".into()),
+        Grammar::JsonSchema(r#"{"type": "alien"}"#.into()),
+        Grammar::JsonSchema(r#"{"$ref": "http://example.org/x"}"#.into()),
+        Grammar::Regex("(".into()),
+        Grammar::Lark("start: nowhere".into()),
+        Grammar::Lark("start: <|nobody|>".into()),
+        Grammar::Regex("a".repeat(SOURCE_BYTES_MAX + 1)),
+    ] {
+        let error = checker.check(&bad).expect_err(&format!("{bad:?}")).to_string();
+        assert!(!error.is_empty() && error.len() < 4 * REASON_CHARS_MAX, "{error}");
+    }
+}
