@@ -11,10 +11,11 @@
 //! * CPU results are bit-equal for a row whatever the other rows, thread count, page size,
 //!   chunking and tp size (1, 2, 4, 8) are; see `docs/architecture.md`, "Numbers".
 //!
-//! Reading order: this file, [`batch`], [`linear`], [`moe`], then [`cpu`].
+//! Reading order: this file, [`batch`], [`linear`], [`moe`], then [`cpu`] and [`cuda`].
 
 pub mod batch;
 pub mod cpu;
+pub mod cuda;
 pub mod linear;
 pub mod moe;
 
@@ -39,6 +40,17 @@ pub enum BackendError {
         /// What to change.
         hint: String,
     },
+    /// The device refused or failed an operation.
+    #[error("{operation} failed: {problem}")]
+    Device {
+        /// What was being done.
+        operation: String,
+        /// What the device's library said.
+        problem: String,
+    },
+    /// This machine or model is none that the device's backend takes; says which would be.
+    #[error("{0}")]
+    Unsupported(String),
     /// A collective failed (a rank died or the server is stopping).
     #[error(transparent)]
     Collective(#[from] lockstep_comm::collective::CollectiveError),
@@ -125,6 +137,10 @@ pub trait Backend {
 
     /// Zeroed activations.
     fn tensor(&self, rows_max: usize, cols: usize) -> Result<Self::Tensor>;
+    /// Zeroed activations that are f32 on every device: logits, and those of a router.
+    fn tensor_f32(&self, rows_max: usize, cols: usize) -> Result<Self::Tensor> {
+        self.tensor(rows_max, cols)
+    }
     /// Copies `values` to the device.
     fn vector(&self, values: &[f32]) -> Result<Self::Vector>;
     /// Memory for a weight matrix; rows arrive through [`Backend::pack_rows`].

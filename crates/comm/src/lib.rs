@@ -6,6 +6,7 @@
 //! | [`group`] | control | [`ProcessGroup`]: barrier, gather and broadcast of small things among ranks |
 //! | [`collective`] | data | [`Collective`]: sums and gathers of tensors; [`OneRank`] is the identity |
 //! | [`shm`] | both | `ProcessGroup` and `Collective` over shared memory, for ranks of one host |
+//! | [`library`] | – | shared libraries found when the program runs, for the devices |
 //! | [`mod@bench`] | – | latencies of the above, for `lockstep bench comm` |
 //!
 //! **Invariants:** no wait is unbounded unless it says so ([`Patience::Idle`]); every wait ends on
@@ -17,6 +18,7 @@
 pub mod bench;
 pub mod collective;
 pub mod group;
+pub mod library;
 pub mod link;
 pub mod shm;
 

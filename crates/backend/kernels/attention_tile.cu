@@ -1,0 +1,141 @@
+// Attention of 64 consecutive tokens of one request on tensor cores, for prefill (16-bit types only).
+//
+// Block (tile, query head), four warps of 16 tokens each. K and V go through shared memory 64 positions
+// at a time; scores and output stay in the registers of mma.m16n8k16 (Dao 2023, "FlashAttention-2"). DIM is 64, 128 or 256, the first that holds a
+// head.
+
+// 64 consecutive tokens of a request, or fewer: row of the first in qkv and out, how many, position of
+// the first, where the page table starts.
+struct Tile { u32 row, count, position, first_page; };
+
+constexpr int KEYS = 64;
+
+__device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
+#if ELEM == 1
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+#else
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+#endif
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void load_matrices(u32* r, const elem* p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)));
+}
+__device__ __forceinline__ void load_matrices_turned(u32* r, const elem* p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)));
+}
+
+__device__ __forceinline__ void attend(const elem* qkv, const elem* k_cache, const elem* v_cache, const Tile* tiles, const u32* all_pages, elem* out, const Heads& h) {
+  constexpr int STRIDE = DIM + 8;  // rows of shared memory start in different banks
+  extern __shared__ uint4 memory[];
+  elem* keys = (elem*)memory;
+  elem* values = keys + KEYS * STRIDE;
+  wait_for_previous();
+  let_next_start();
+  const Tile tile = tiles[blockIdx.x];
+  const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, quad = lane >> 2, pair = (lane & 3) * 2;
+  const u32 head = blockIdx.y, kv_head = head / (h.heads / h.kv_heads), dim = h.head_dim;
+  const u32* pages = all_pages + tile.first_page;
+  const u32 begin = first_visible(h, tile.position), end = tile.position + tile.count;
+  const u64 row_width = (u64)(h.heads + 2 * h.kv_heads) * dim;
+
+  // This thread's two tokens, and their queries as operand A.
+  const u32 mine[2] = {warp * 16 + quad, warp * 16 + quad + 8};
+  u32 query[DIM / 16][4];
+#pragma unroll
+  for (int s = 0; s < DIM / 16; s++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const u32 t = mine[i & 1], d = s * 16 + pair + (i >> 1) * 8;
+      const bool real = t < tile.count && d < dim;
+      query[s][i] = real ? *(const u32*)(qkv + (tile.row + t) * row_width + (u64)head * dim + d) : 0;
+    }
+  float acc[DIM / 8][4], largest[2] = {NOTHING, NOTHING}, total[2] = {0, 0};
+#pragma unroll
+  for (int n = 0; n < DIM / 8; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0;
+
+  for (u32 base = begin / KEYS * KEYS; base < end; base += KEYS) {
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < KEYS * (DIM / 8); i += blockDim.x) {
+      const u32 position = base + i / (DIM / 8), d = i % (DIM / 8) * 8;
+      uint4 k = make_uint4(0, 0, 0, 0), v = k;
+      if (position >= begin && position < end && d < dim) {
+        const u64 at = kv_offset(h, pages, position, kv_head) + d;
+        k = load16(k_cache + at);
+        v = load16(v_cache + at);
+      }
+      *(uint4*)(keys + i / (DIM / 8) * STRIDE + d) = k;
+      *(uint4*)(values + i / (DIM / 8) * STRIDE + d) = v;
+    }
+    __syncthreads();
+    float score[KEYS / 8][4];
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0;
+#pragma unroll
+    for (int s = 0; s < DIM / 16; s++)
+#pragma unroll
+      for (int n = 0; n < KEYS / 16; n++) {
+        u32 b[4];
+        load_matrices(b, keys + (n * 16 + (lane >> 4) * 8 + (lane & 7)) * STRIDE + s * 16 + ((lane >> 3) & 1) * 8);
+        mma(score[2 * n], query[s], b[0], b[1]);
+        mma(score[2 * n + 1], query[s], b[2], b[3]);
+      }
+    // Masks, and the new maximum of each of the two tokens.
+    float now[2] = {largest[0], largest[1]};
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const u32 position = base + n * 8 + pair + (i & 1), p = tile.position + mine[i >> 1];
+        const bool visible = position <= p && position >= first_visible(h, p);
+        score[n][i] = visible ? exponent(h, score[n][i]) : -__int_as_float(0x7f800000);
+        now[i >> 1] = fmaxf(now[i >> 1], score[n][i]);
+      }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 1));
+      now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 2));
+      const float shrink = exp2f(largest[r] - now[r]);
+      largest[r] = now[r];
+      total[r] *= shrink;
+#pragma unroll
+      for (int n = 0; n < DIM / 8; n++) { acc[n][2 * r] *= shrink; acc[n][2 * r + 1] *= shrink; }
+    }
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        score[n][i] = exp2f(score[n][i] - now[i >> 1]);
+        total[i >> 1] += score[n][i];
+      }
+#pragma unroll
+    for (int s = 0; s < KEYS / 16; s++) {
+      const u32 a[4] = {pack2(score[2 * s][0], score[2 * s][1]), pack2(score[2 * s][2], score[2 * s][3]), pack2(score[2 * s + 1][0], score[2 * s + 1][1]), pack2(score[2 * s + 1][2], score[2 * s + 1][3])};
+#pragma unroll
+      for (int n = 0; n < DIM / 16; n++) {
+        u32 b[4];
+        load_matrices_turned(b, values + (s * 16 + ((lane >> 3) & 1) * 8 + (lane & 7)) * STRIDE + n * 16 + (lane >> 4) * 8);
+        mma(acc[2 * n], a, b[0], b[1]);
+        mma(acc[2 * n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    total[r] += __shfl_xor_sync(~0u, total[r], 1);
+    total[r] += __shfl_xor_sync(~0u, total[r], 2);
+    if (mine[r] >= tile.count) continue;
+    const float factor = 1.f / total[r];
+    elem* to = out + ((u64)(tile.row + mine[r]) * h.heads + head) * dim;
+#pragma unroll
+    for (int n = 0; n < DIM / 8; n++) {
+      const u32 d = n * 8 + pair;
+      if (d < dim) *(u32*)(to + d) = pack2(acc[n][2 * r] * factor, acc[n][2 * r + 1] * factor);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(128) attention_tile(const elem* qkv, const elem* k, const elem* v, const Tile* tiles, const u32* pages, elem* out, Heads h) {
+  attend(qkv, k, v, tiles, pages, out, h);
+}

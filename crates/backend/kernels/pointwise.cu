@@ -1,0 +1,59 @@
+// Rows moved and changed element by element.
+
+// out[t] = table[ids[t] - first_id], zeros where another rank holds the row. One block a token.
+extern "C" __global__ void embed(const elem* table, const u32* ids, u32 first_id, u32 table_rows, elem* out, u32 cols) {
+  wait_for_previous();
+  let_next_start();
+  const u32 row = ids[blockIdx.x] - first_id;  // wraps for smaller ids, which are then too large
+  const elem* from = table + (u64)row * cols;
+  elem* to = out + (u64)blockIdx.x * cols;
+  for (u32 i = threadIdx.x * VEC; i < cols; i += blockDim.x * VEC)
+    *(uint4*)(to + i) = row < table_rows ? load16(from + i) : make_uint4(0, 0, 0, 0);
+}
+
+// out[i] = x[rows[i]]. One block a row.
+extern "C" __global__ void gather_rows(const elem* x, const u32* rows, elem* out, u32 cols) {
+  wait_for_previous();
+  let_next_start();
+  const elem* from = x + (u64)rows[blockIdx.x] * cols;
+  elem* to = out + (u64)blockIdx.x * cols;
+  for (u32 i = threadIdx.x * VEC; i < cols; i += blockDim.x * VEC) *(uint4*)(to + i) = load16(from + i);
+}
+
+// x *= factor.
+extern "C" __global__ void scale(elem* x, float factor, u64 count) {
+  wait_for_previous();
+  let_next_start();
+  const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) put(x + i, to_float(x[i]) * factor);
+}
+
+// x = cap * tanh(x / cap), on logits, which are f32.
+extern "C" __global__ void softcap(float* x, float cap, u64 count) {
+  wait_for_previous();
+  let_next_start();
+  const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) x[i] = cap * tanhf(x[i] / cap);
+}
+
+// out = act(gate) * up of the fused gate|up rows `[rows, 2 * inner]`. Block y is the row.
+extern "C" __global__ void gated_activation(const elem* gate_up, elem* out, u32 inner, int kind) {
+  wait_for_previous();
+  let_next_start();
+  const u32 i = (blockIdx.x * blockDim.x + threadIdx.x) * 8;
+  if (i >= inner) return;
+  const elem* row = gate_up + (u64)blockIdx.y * 2 * inner;
+  float gate[8], up[8];
+  load8(row + i, gate);
+  load8(row + inner + i, up);
+#pragma unroll
+  for (int e = 0; e < 8; e++) gate[e] = gated(kind, gate[e], up[e]);
+  store8(out + (u64)blockIdx.y * inner + i, gate);
+}
+
+// NaN into `count` elements from `first`, for pages that nobody may read.
+extern "C" __global__ void poison(elem* x, u64 first, u64 count) {
+  wait_for_previous();
+  const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) put(x + first + i, __int_as_float(0x7fc00000));
+}

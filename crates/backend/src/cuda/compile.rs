@@ -1,0 +1,287 @@
+//! Kernel sources to machine code: NVRTC when they are needed first, a cache on disk afterwards.
+//!
+//! The cache is keyed by a hash of source, options and architecture, so that a new version never meets
+//! old code; files appear whole, by a rename, so that ranks may race. **Invariant:** sources include
+//! nothing, so the compiler library alone is enough.
+
+use super::driver::Device;
+use super::launch::Module;
+use crate::{BackendError, Result};
+use lockstep_comm::function_table;
+use lockstep_comm::library::Library;
+use lockstep_core::DType;
+use sha2::{Digest, Sha256};
+use std::ffi::{CString, c_char, c_int};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+/// One file of kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Source {
+    /// `pointwise.cu`.
+    Pointwise,
+    /// `norm.cu`.
+    Norm,
+    /// `rope.cu`.
+    Rope,
+    /// `gemv.cu`.
+    Gemv,
+    /// `moe.cu`.
+    Moe,
+    /// `attention_token.cu` for heads of at most so many elements.
+    AttentionToken(usize),
+    /// `attention_tile.cu` likewise.
+    AttentionTile(usize),
+}
+
+impl Source {
+    /// Name for messages and cache files.
+    fn name(self) -> String {
+        match self {
+            Self::Pointwise => "pointwise".into(),
+            Self::Norm => "norm".into(),
+            Self::Rope => "rope".into(),
+            Self::Gemv => "gemv".into(),
+            Self::Moe => "moe".into(),
+            Self::AttentionToken(dim) => format!("attention_token_{dim}"),
+            Self::AttentionTile(dim) => format!("attention_tile_{dim}"),
+        }
+    }
+
+    /// Everything that is compiled.
+    fn text(self) -> String {
+        let attention = include_str!("../../kernels/attention.cuh");
+        let parts: &[&str] = match self {
+            Self::Pointwise => &[include_str!("../../kernels/pointwise.cu")],
+            Self::Norm => &[include_str!("../../kernels/norm.cu")],
+            Self::Rope => &[include_str!("../../kernels/rope.cu")],
+            Self::Gemv => &[include_str!("../../kernels/gemv.cu")],
+            Self::Moe => &[include_str!("../../kernels/moe.cu")],
+            Self::AttentionToken(_) => &[attention, include_str!("../../kernels/attention_token.cu")],
+            Self::AttentionTile(_) => &[attention, include_str!("../../kernels/attention_tile.cu")],
+        };
+        format!("{}{}", include_str!("../../kernels/common.cuh"), parts.concat())
+    }
+
+    fn options(self, dtype: DType, architecture: &str) -> Vec<String> {
+        let element = match dtype {
+            DType::F32 => 0,
+            DType::Bf16 => 1,
+            DType::F16 => 2,
+        };
+        let mut options = vec![
+            format!("--gpu-architecture={architecture}"),
+            "--std=c++17".into(),
+            "-default-device".into(),
+            format!("-DELEM={element}"),
+        ];
+        if let Self::AttentionToken(dim) | Self::AttentionTile(dim) = self {
+            options.push(format!("-DDIM={dim}"));
+        }
+        options
+    }
+
+    /// The kernels of this file on `device`, from the cache or compiled.
+    pub fn load(self, device: &Rc<Device>, dtype: DType) -> Result<Module> {
+        let (text, options) = (self.text(), self.options(dtype, &device.architecture()));
+        let cached = cache_folder().map(|folder| folder.join(self.cache_name(&text, &options)));
+        if let Some(code) = cached.as_ref().and_then(|path| std::fs::read(path).ok())
+            && let Ok(module) = Module::load(device, &code)
+        {
+            return Ok(module);
+        }
+        let started = std::time::Instant::now();
+        let code = Compiler::open()?.compile(&self.name(), &text, &options)?;
+        tracing::info!("compiled {} kernels in {:.1} s", self.name(), started.elapsed().as_secs_f64());
+        if let Some(path) = cached
+            && let Err(error) = store(&path, &code)
+        {
+            tracing::warn!("compiled kernels cannot be kept in {}: {error}", path.display());
+        }
+        Module::load(device, &code)
+    }
+
+    fn cache_name(self, text: &str, options: &[String]) -> String {
+        let mut hash = Sha256::new();
+        hash.update(text);
+        options.iter().for_each(|option| hash.update([option.as_bytes(), b"\0"].concat()));
+        let digest: String = hash.finalize()[..12].iter().map(|b| format!("{b:02x}")).collect();
+        format!("{}-{digest}.cubin", self.name())
+    }
+}
+
+/// `$LOCKSTEP_CACHE/kernels`, else below the user's cache directory.
+fn cache_folder() -> Option<PathBuf> {
+    let variable = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    let base = variable("LOCKSTEP_CACHE")
+        .or_else(|| variable("XDG_CACHE_HOME").map(|cache| cache.join("lockstep")))
+        .or_else(|| variable("HOME").map(|home| home.join(".cache/lockstep")))?;
+    Some(base.join("kernels"))
+}
+
+fn store(path: &Path, code: &[u8]) -> std::io::Result<()> {
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder)?;
+    }
+    let unfinished = path.with_extension(format!("{}.part", std::process::id()));
+    std::fs::write(&unfinished, code)?;
+    std::fs::rename(&unfinished, path)
+}
+
+type Program = *mut std::ffi::c_void;
+
+function_table! {
+    /// Functions of `libnvrtc.so`; names and types as in `nvrtc.h`.
+    Nvrtc {
+        create = c"nvrtcCreateProgram"
+            (*mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char);
+        compile = c"nvrtcCompileProgram" (Program, c_int, *const *const c_char);
+        code_size = c"nvrtcGetCUBINSize" (Program, *mut usize);
+        code = c"nvrtcGetCUBIN" (Program, *mut c_char);
+        log_size = c"nvrtcGetProgramLogSize" (Program, *mut usize);
+        log = c"nvrtcGetProgramLog" (Program, *mut c_char);
+        destroy = c"nvrtcDestroyProgram" (*mut Program);
+    }
+}
+
+/// The compiler library.
+struct Compiler(Nvrtc);
+
+impl Compiler {
+    fn open() -> Result<Self> {
+        let hint = "install it with `pip install nvidia-cuda-nvrtc`, or set LOCKSTEP_CUDA_LIBS to its folder";
+        let library = Library::open(&["libnvrtc.so.13", "libnvrtc.so.12"], hint)?;
+        // NVRTC opens this one itself, by its bare name, and would not find it beside itself.
+        if let Some(folder) = Path::new(library.path()).parent().filter(|f| !f.as_os_str().is_empty()) {
+            let files = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+            let is_builtins = |path: &PathBuf| {
+                path.file_name().is_some_and(|n| n.as_encoded_bytes().starts_with(b"libnvrtc-builtins.so."))
+            };
+            // One that cannot be opened shows when a compilation asks for it.
+            files.filter(is_builtins).for_each(|path| drop(Library::open_path(&path)));
+        }
+        Ok(Self(Nvrtc::load(&library)?))
+    }
+
+    /// Machine code of one source. Errors with the compiler's first complaint.
+    fn compile(&self, name: &str, text: &str, options: &[String]) -> Result<Vec<u8>> {
+        let c_string =
+            |text: &str| CString::new(text).expect("invariant: sources and options hold no zero byte");
+        let (text, file) = (c_string(text), c_string(&format!("{name}.cu")));
+        let options: Vec<CString> = options.iter().map(|option| c_string(option)).collect();
+        let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+        let mut program: Program = std::ptr::null_mut();
+        let nvrtc = &self.0;
+        // SAFETY: strings end with zeros and outlive the calls; sizes are those the library gave.
+        unsafe {
+            let none = std::ptr::null();
+            let code = (nvrtc.create)(&raw mut program, text.as_ptr(), file.as_ptr(), 0, none, none);
+            check(code, name, "the program cannot be made")?;
+            let code = (nvrtc.compile)(program, options.len() as c_int, options.as_ptr());
+            let (mut size, mut log_size) = (0, 0);
+            (nvrtc.log_size)(program, &raw mut log_size);
+            let mut log = vec![0u8; log_size];
+            (nvrtc.log)(program, log.as_mut_ptr().cast());
+            let log = String::from_utf8_lossy(&log);
+            check(code, name, log.trim_end_matches('\0').trim())?;
+            check((nvrtc.code_size)(program, &raw mut size), name, "there is no machine code")?;
+            let mut machine_code = vec![0u8; size];
+            check((nvrtc.code)(program, machine_code.as_mut_ptr().cast()), name, "there is no machine code")?;
+            (nvrtc.destroy)(&raw mut program);
+            Ok(machine_code)
+        }
+    }
+}
+
+fn check(code: c_int, name: &str, problem: &str) -> Result<()> {
+    if code == 0 {
+        return Ok(());
+    }
+    let operation = format!("compiling {name} kernels");
+    Err(BackendError::Device { operation, problem: format!("{problem} (NVRTC error {code})") })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: [Source; 11] = [
+        Source::Pointwise,
+        Source::Norm,
+        Source::Rope,
+        Source::Gemv,
+        Source::Moe,
+        Source::AttentionToken(64),
+        Source::AttentionToken(128),
+        Source::AttentionToken(256),
+        Source::AttentionTile(64),
+        Source::AttentionTile(128),
+        Source::AttentionTile(256),
+    ];
+
+    impl Source {
+        /// Kernels that the file must define.
+        fn kernels(self) -> &'static [&'static str] {
+            match self {
+                Self::Pointwise => {
+                    &["embed", "gather_rows", "scale", "softcap", "gated_activation", "poison"]
+                }
+                Self::Norm => &["rms_norm", "add_norm"],
+                Self::Rope => &["rope_and_store"],
+                Self::Gemv => &["gemv_1", "gemv_2", "gemv_1_f32", "gemv_2_f32"],
+                Self::Moe => &["route", "moe_gate_up", "moe_down"],
+                Self::AttentionToken(256) => &["attention_token_1", "attention_token_2", "attention_token_4"],
+                Self::AttentionToken(_) => {
+                    &["attention_token_1", "attention_token_2", "attention_token_4", "attention_token_8"]
+                }
+                Self::AttentionTile(_) => &["attention_tile"],
+            }
+        }
+    }
+
+    #[test]
+    fn the_cache_tells_sources_types_and_architectures_apart() {
+        let mut names = std::collections::HashSet::new();
+        for source in ALL {
+            for dtype in [DType::F32, DType::Bf16, DType::F16] {
+                for architecture in ["sm_80", "sm_90a"] {
+                    assert!(
+                        names.insert(source.cache_name(&source.text(), &source.options(dtype, architecture)))
+                    );
+                }
+            }
+        }
+    }
+
+    /// Compiles every kernel for every architecture where the compiler library is installed
+    /// (`LOCKSTEP_TEST_NVRTC=1` makes its absence a failure; no GPU is needed).
+    #[test]
+    fn every_kernel_compiles_for_every_architecture() {
+        let compiler = match Compiler::open() {
+            Ok(compiler) => compiler,
+            Err(error) if std::env::var_os("LOCKSTEP_TEST_NVRTC").is_none() => {
+                eprintln!("skipped: {error}");
+                return;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        for architecture in ["sm_80", "sm_89", "sm_90a", "sm_100a"] {
+            for source in ALL {
+                // One 16-bit type is enough off the architecture that is measured; f32 has no tiles.
+                let types: &[DType] = match (architecture, source) {
+                    ("sm_90a", Source::AttentionTile(_)) => &[DType::Bf16, DType::F16],
+                    ("sm_90a", _) => &[DType::F32, DType::Bf16, DType::F16],
+                    _ => &[DType::Bf16],
+                };
+                for &dtype in types {
+                    let options = source.options(dtype, architecture);
+                    let code = compiler.compile(&source.name(), &source.text(), &options).unwrap();
+                    for kernel in source.kernels() {
+                        let found = code.windows(kernel.len()).any(|bytes| bytes == kernel.as_bytes());
+                        assert!(found, "{source:?} {architecture} {dtype:?} has no kernel {kernel}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! The CUDA driver, as far as this backend uses it, and the device of one rank.
+//!
+//! Opened when the first CUDA backend is made; nothing of it is needed to build or to start.
+//! **Invariants:** a [`Device`] holds the device's primary context, current on the thread that made it,
+//! and one stream on which everything is queued in call order. What fails after start-up is kept
+//! ([`Device::keep`]) and reported by the next operation that can return an error.
+
+use crate::{BackendError, Result};
+use lockstep_comm::function_table;
+use lockstep_comm::library::{Library, LibraryError};
+use std::cell::RefCell;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+
+/// Address in device memory.
+pub(super) type Address = u64;
+/// A context, stream, module or function of the driver.
+pub(super) type Handle = *mut c_void;
+
+function_table! {
+    /// Functions of `libcuda.so.1`; names and types as in `cuda.h`.
+    Driver {
+        init = c"cuInit" (c_uint);
+        driver_version = c"cuDriverGetVersion" (*mut c_int);
+        device_count = c"cuDeviceGetCount" (*mut c_int);
+        device_get = c"cuDeviceGet" (*mut c_int, c_int);
+        device_name = c"cuDeviceGetName" (*mut c_char, c_int, c_int);
+        device_attribute = c"cuDeviceGetAttribute" (*mut c_int, c_int, c_int);
+        context_retain = c"cuDevicePrimaryCtxRetain" (*mut Handle, c_int);
+        context_set = c"cuCtxSetCurrent" (Handle);
+        memory_info = c"cuMemGetInfo_v2" (*mut usize, *mut usize);
+        allocate = c"cuMemAlloc_v2" (*mut Address, usize);
+        free = c"cuMemFree_v2" (Address);
+        fill_bytes = c"cuMemsetD8Async" (Address, u8, usize, Handle);
+        copy_in = c"cuMemcpyHtoDAsync_v2" (Address, *const c_void, usize, Handle);
+        copy_out = c"cuMemcpyDtoHAsync_v2" (*mut c_void, Address, usize, Handle);
+        copy_within = c"cuMemcpyDtoDAsync_v2" (Address, Address, usize, Handle);
+        allocate_host = c"cuMemHostAlloc" (*mut *mut c_void, usize, c_uint);
+        free_host = c"cuMemFreeHost" (*mut c_void);
+        stream_create = c"cuStreamCreate" (*mut Handle, c_uint);
+        stream_wait = c"cuStreamSynchronize" (Handle);
+        module_load = c"cuModuleLoadData" (*mut Handle, *const c_void);
+        module_function = c"cuModuleGetFunction" (*mut Handle, Handle, *const c_char);
+        function_set = c"cuFuncSetAttribute" (Handle, c_int, c_int);
+        launch = c"cuLaunchKernelEx" (*const LaunchConfig, Handle, *mut *mut c_void, *mut *mut c_void);
+        error_text = c"cuGetErrorString" (c_int, *mut *const c_char);
+    }
+}
+
+/// `CUlaunchConfig`.
+#[repr(C)]
+pub(super) struct LaunchConfig {
+    pub grid: [c_uint; 3],
+    pub block: [c_uint; 3],
+    pub shared_bytes: c_uint,
+    pub stream: Handle,
+    pub attributes: *const LaunchAttribute,
+    pub attribute_count: c_uint,
+}
+
+/// `CUlaunchAttribute`: an id, padding, and 64 bytes of value.
+#[repr(C, align(8))]
+pub(super) struct LaunchAttribute {
+    pub id: c_uint,
+    pub padding: [u8; 4],
+    pub value: [u32; 16],
+}
+
+/// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`.
+pub(super) const PROGRAMMATIC_SERIALIZATION: c_uint = 6;
+/// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
+pub(super) const MAX_DYNAMIC_SHARED_BYTES: c_int = 8;
+
+const OUT_OF_MEMORY: c_int = 2;
+const NO_DEVICE: c_int = 100;
+const STREAM_NON_BLOCKING: c_uint = 1;
+const MULTIPROCESSOR_COUNT: c_int = 16;
+const CAPABILITY_MAJOR: c_int = 75;
+const CAPABILITY_MINOR: c_int = 76;
+/// Oldest architecture that the kernels are compiled for (bf16 matrix instructions).
+const CAPABILITY_MIN: (c_int, c_int) = (8, 0);
+/// Oldest driver: that of CUDA 12.0, which has every function of [`Driver`].
+const DRIVER_VERSION_MIN: c_int = 12_000;
+
+/// One GPU, used by one rank from one thread.
+pub(super) struct Device {
+    pub api: Driver,
+    pub stream: Handle,
+    pub name: String,
+    pub sm_count: usize,
+    /// Compute capability, e.g. (9, 0).
+    pub capability: (c_int, c_int),
+    failure: RefCell<Option<BackendError>>,
+}
+
+impl Device {
+    /// Opens GPU `index`. Errors with one sentence on a machine without a driver, without that GPU, or
+    /// with one that is too old.
+    pub fn open(index: usize) -> Result<Self> {
+        let hint = "--device cuda needs an NVIDIA driver; install one, or use --device cpu";
+        let library = Library::open(&["libcuda.so.1"], hint)?;
+        let api = Driver::load(&library)?;
+        // SAFETY: cuInit may be called at any time; 0 is the only flag.
+        let code = unsafe { (api.init)(0) };
+        if code == NO_DEVICE {
+            return Err(BackendError::Unsupported("this machine has no CUDA GPU; use --device cpu".into()));
+        }
+        check_start(&api, code, "starting the CUDA driver")?;
+        let version = read_int(&api, "asking for the driver's version", |out| {
+            // SAFETY: `out` is valid for one int.
+            unsafe { (api.driver_version)(out) }
+        })?;
+        if version < DRIVER_VERSION_MIN {
+            return Err(BackendError::Unsupported(format!(
+                "the NVIDIA driver is for CUDA {}.{}, but 12.0 or newer is needed; update the driver",
+                version / 1000,
+                version % 1000 / 10
+            )));
+        }
+        Self::choose(api, index)
+    }
+
+    fn choose(api: Driver, index: usize) -> Result<Self> {
+        let count = read_int(&api, "counting GPUs", |out| {
+            // SAFETY: `out` is valid for one int.
+            unsafe { (api.device_count)(out) }
+        })?;
+        let ordinal = c_int::try_from(index).ok().filter(|i| *i < count).ok_or_else(|| {
+            let problem = format!("GPU {index} is wanted but this machine has {count}; use a smaller --tp");
+            BackendError::Unsupported(problem)
+        })?;
+        let device = read_int(&api, "choosing the GPU", |out| {
+            // SAFETY: `out` is valid for one int, the ordinal is below the count.
+            unsafe { (api.device_get)(out, ordinal) }
+        })?;
+        let attribute = |which: c_int| {
+            read_int(&api, "reading the GPU's properties", |out| {
+                // SAFETY: `out` is valid for one int, the device exists.
+                unsafe { (api.device_attribute)(out, which, device) }
+            })
+        };
+        let capability = (attribute(CAPABILITY_MAJOR)?, attribute(CAPABILITY_MINOR)?);
+        let sm_count = attribute(MULTIPROCESSOR_COUNT)?.max(1) as usize;
+        let mut name = [0u8; 128];
+        // SAFETY: the buffer has the size passed; the driver ends the name with a zero.
+        let code = unsafe { (api.device_name)(name.as_mut_ptr().cast(), name.len() as c_int, device) };
+        check_start(&api, code, "reading the GPU's name")?;
+        let name = CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned();
+        if capability < CAPABILITY_MIN {
+            return Err(BackendError::Unsupported(format!(
+                "{name} has compute capability {}.{}, but 8.0 or newer is needed; use --device cpu",
+                capability.0, capability.1
+            )));
+        }
+        let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: out-pointers are valid; the context made by the first call is current from the second.
+        unsafe {
+            check_start(&api, (api.context_retain)(&raw mut context, device), "making a context")?;
+            check_start(&api, (api.context_set)(context), "entering the context")?;
+            check_start(&api, (api.stream_create)(&raw mut stream, STREAM_NON_BLOCKING), "making a stream")?;
+        }
+        Ok(Self { api, stream, name, sm_count, capability, failure: RefCell::default() })
+    }
+
+    /// An error that says what was being done, unless `code` is success.
+    pub fn check(&self, code: c_int, operation: &str) -> Result<()> {
+        check_start(&self.api, code, operation)
+    }
+
+    /// Keeps the first error of operations that cannot return one.
+    pub fn keep(&self, result: Result<()>) {
+        if let Err(error) = result {
+            self.failure.borrow_mut().get_or_insert(error);
+        }
+    }
+
+    /// The error kept, once.
+    pub fn report(&self) -> Result<()> {
+        self.failure.borrow_mut().take().map_or(Ok(()), Err)
+    }
+
+    /// Waits until everything queued has run; what failed meanwhile is an error here.
+    pub fn wait(&self) -> Result<()> {
+        self.report()?;
+        // SAFETY: the stream lives as long as the process.
+        self.check(unsafe { (self.api.stream_wait)(self.stream) }, "running queued operations")
+    }
+
+    /// (Free, total) bytes of device memory.
+    pub fn memory(&self) -> Result<(usize, usize)> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both out-pointers are valid.
+        let code = unsafe { (self.api.memory_info)(&raw mut free, &raw mut total) };
+        self.check(code, "asking for free memory")?;
+        Ok((free, total))
+    }
+
+    /// Whether a kernel may start its prologue before the one before it has ended.
+    pub fn can_overlap_launches(&self) -> bool {
+        self.capability >= (9, 0)
+    }
+
+    /// What NVRTC calls this GPU's architecture.
+    pub fn architecture(&self) -> String {
+        architecture(self.capability)
+    }
+}
+
+/// The name of an architecture for NVRTC; `a` keeps to one generation, for its own instructions.
+fn architecture((major, minor): (c_int, c_int)) -> String {
+    let suffix = if major >= 9 { "a" } else { "" };
+    format!("sm_{major}{minor}{suffix}")
+}
+
+/// Whether an allocation failed for lack of memory.
+pub(super) fn is_out_of_memory(code: c_int) -> bool {
+    code == OUT_OF_MEMORY
+}
+
+fn check_start(api: &Driver, code: c_int, operation: &str) -> Result<()> {
+    if code == 0 {
+        return Ok(());
+    }
+    let mut text = std::ptr::null();
+    // SAFETY: the out-pointer is valid; the text is a constant of the driver, or null.
+    let known = unsafe { (api.error_text)(code, &raw mut text) } == 0 && !text.is_null();
+    let reason = if known {
+        // SAFETY: not null, ends with a zero.
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+    } else {
+        "unknown error".into()
+    };
+    Err(BackendError::Device {
+        operation: operation.into(),
+        problem: format!("{reason} (CUDA error {code})"),
+    })
+}
+
+fn read_int(api: &Driver, operation: &str, call: impl Fn(*mut c_int) -> c_int) -> Result<c_int> {
+    let mut value = 0;
+    check_start(api, call(&raw mut value), operation)?;
+    Ok(value)
+}
+
+impl From<LibraryError> for BackendError {
+    fn from(error: LibraryError) -> Self {
+        Self::Unsupported(error.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn structures_are_laid_out_as_the_driver_declares_them() {
+        assert_eq!(size_of::<LaunchConfig>(), 56);
+        assert_eq!(std::mem::offset_of!(LaunchConfig, stream), 32);
+        assert_eq!(size_of::<LaunchAttribute>(), 72);
+        assert_eq!(std::mem::offset_of!(LaunchAttribute, value), 8);
+    }
+
+    #[test]
+    fn architectures_have_the_compilers_names() {
+        assert_eq!(architecture((8, 0)), "sm_80");
+        assert_eq!(architecture((9, 0)), "sm_90a");
+        assert_eq!(architecture((10, 0)), "sm_100a");
+    }
+}

@@ -1,0 +1,247 @@
+//! Matrix products by cuBLASLt: `y[M, N] = x[M, K] W[N, K]ᵀ`, summed in f32.
+//!
+//! In f32 mode products are true f32 (no TF32). **Invariant:** a shape's plan is made once; which
+//! algorithm runs depends on the shape alone, so a step is repeatable.
+
+use super::driver::{Address, Device};
+use super::memory::Buffer;
+use crate::{BackendError, Result};
+use lockstep_comm::function_table;
+use lockstep_comm::library::Library;
+use lockstep_core::DType;
+use std::collections::HashMap;
+use std::ffi::{c_int, c_void};
+use std::rc::Rc;
+
+type Opaque = *mut c_void;
+
+function_table! {
+    /// Functions of `libcublasLt.so`; names and types as in `cublasLt.h`.
+    CublasLt {
+        create = c"cublasLtCreate" (*mut Opaque);
+        operation_create = c"cublasLtMatmulDescCreate" (*mut Opaque, c_int, c_int);
+        operation_set = c"cublasLtMatmulDescSetAttribute" (Opaque, c_int, *const c_void, usize);
+        layout_create = c"cublasLtMatrixLayoutCreate" (*mut Opaque, c_int, u64, u64, i64);
+        preference_create = c"cublasLtMatmulPreferenceCreate" (*mut Opaque);
+        preference_set = c"cublasLtMatmulPreferenceSetAttribute" (Opaque, c_int, *const c_void, usize);
+        heuristic = c"cublasLtMatmulAlgoGetHeuristic"
+            (Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, c_int, *mut Candidate, *mut c_int);
+        matmul = c"cublasLtMatmul"
+            (Opaque, Opaque, *const c_void, Address, Opaque, Address, Opaque, *const c_void, Address, Opaque,
+             Address, Opaque, *const [u64; 8], Address, usize, Opaque);
+    }
+}
+
+/// `cublasLtMatmulHeuristicResult_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Candidate {
+    algorithm: [u64; 8],
+    workspace_bytes: usize,
+    state: c_int,
+    waves: f32,
+    reserved: [c_int; 4],
+}
+
+const COMPUTE_F32: c_int = 68;
+const TRANSPOSE_A: c_int = 3;
+const EPILOGUE: c_int = 7;
+const BIAS_POINTER: c_int = 8;
+const EPILOGUE_BIAS: c_int = 4;
+const WORKSPACE_BYTES_MAX: c_int = 1;
+const TRANSPOSED: c_int = 1;
+
+/// Scratch of the library's kernels; what NVIDIA recommends for Hopper.
+const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// `cudaDataType` of an element.
+fn data_type(dtype: DType) -> c_int {
+    match dtype {
+        DType::F32 => 0,
+        DType::F16 => 2,
+        DType::Bf16 => 14,
+    }
+}
+
+/// What a plan depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Shape {
+    /// Rows of x.
+    pub m: usize,
+    /// Outputs.
+    pub n: usize,
+    /// Inputs.
+    pub k: usize,
+    /// Type of y.
+    pub out: DType,
+    /// Whether a bias is added.
+    pub bias: bool,
+}
+
+struct Plan {
+    operation: Opaque,
+    weights: Opaque,
+    input: Opaque,
+    output: Opaque,
+    algorithm: [u64; 8],
+}
+
+/// The addresses of one product.
+#[derive(Clone, Copy)]
+pub(super) struct Operands {
+    /// `[n, k]`.
+    pub weights: Address,
+    /// `[m, k]`.
+    pub x: Address,
+    /// `[n]`, of the type of y.
+    pub bias: Option<Address>,
+    /// `[m, n]`.
+    pub y: Address,
+}
+
+/// The library, and the plans of the shapes met so far.
+pub(super) struct Gemm {
+    device: Rc<Device>,
+    api: CublasLt,
+    handle: Opaque,
+    preference: Opaque,
+    workspace: Buffer,
+    dtype: DType,
+    plans: HashMap<Shape, Plan>,
+}
+
+impl Gemm {
+    /// For matrices of `dtype`. Errors when the library is not installed.
+    pub fn new(device: &Rc<Device>, dtype: DType) -> Result<Self> {
+        let hint = "install it with `pip install nvidia-cublas`, or set LOCKSTEP_CUDA_LIBS to its folder";
+        let library = Library::open(&["libcublasLt.so.13", "libcublasLt.so.12"], hint)?;
+        let api = CublasLt::load(&library)?;
+        let (mut handle, mut preference): (Opaque, Opaque) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: out-pointers are valid; the attribute is a 64-bit number of bytes.
+        unsafe {
+            check((api.create)(&raw mut handle), "starting cuBLASLt")?;
+            check((api.preference_create)(&raw mut preference), "starting cuBLASLt")?;
+            let bytes = WORKSPACE_BYTES as u64;
+            let code = (api.preference_set)(preference, WORKSPACE_BYTES_MAX, (&raw const bytes).cast(), 8);
+            check(code, "limiting cuBLASLt's workspace")?;
+        }
+        let workspace = Buffer::zeroed(device, WORKSPACE_BYTES, "the workspace of matrix products")?;
+        let device = Rc::clone(device);
+        Ok(Self { device, api, handle, preference, workspace, dtype, plans: HashMap::new() })
+    }
+
+    /// Queues one product.
+    ///
+    /// # Safety
+    /// The operands are valid for `shape` and do not overlap.
+    pub unsafe fn run(&mut self, shape: Shape, operands: Operands) -> Result<()> {
+        if !self.plans.contains_key(&shape) {
+            let plan = self.plan(shape)?;
+            self.plans.insert(shape, plan);
+        }
+        let plan = &self.plans[&shape];
+        let (one, zero) = (1.0f32, 0.0f32);
+        // SAFETY: the plan's descriptors were made for this shape; scalars are host floats, as the
+        // default pointer mode wants; the rest is the caller's promise.
+        unsafe {
+            if let Some(bias) = operands.bias {
+                let code =
+                    (self.api.operation_set)(plan.operation, BIAS_POINTER, (&raw const bias).cast(), 8);
+                check(code, "setting a bias")?;
+            }
+            let code = (self.api.matmul)(
+                self.handle,
+                plan.operation,
+                (&raw const one).cast(),
+                operands.weights,
+                plan.weights,
+                operands.x,
+                plan.input,
+                (&raw const zero).cast(),
+                operands.y,
+                plan.output,
+                operands.y,
+                plan.output,
+                &raw const plan.algorithm,
+                self.workspace.address(),
+                WORKSPACE_BYTES,
+                self.device.stream,
+            );
+            check(code, "a matrix product")
+        }
+    }
+
+    /// Descriptors and algorithm of a shape. In the library's column-major words: `yᵀ[N, M]` is
+    /// `W` (stored `[K, N]`, transposed) times `xᵀ[K, M]`.
+    fn plan(&self, shape: Shape) -> Result<Plan> {
+        let Shape { m, n, k, out, bias } = shape;
+        let (api, null) = (&self.api, std::ptr::null_mut());
+        let mut plan = Plan { operation: null, weights: null, input: null, output: null, algorithm: [0; 8] };
+        let layout = |target: &mut Opaque, dtype: DType, rows: usize, columns: usize| {
+            // SAFETY: the out-pointer is valid; the leading dimension is the number of rows.
+            let code = unsafe {
+                (api.layout_create)(target, data_type(dtype), rows as u64, columns as u64, rows as i64)
+            };
+            check(code, "describing a matrix")
+        };
+        layout(&mut plan.weights, self.dtype, k, n)?;
+        layout(&mut plan.input, self.dtype, k, m)?;
+        layout(&mut plan.output, out, n, m)?;
+        let (mut found, mut candidate) = (0, None);
+        // SAFETY: descriptors are valid; attributes are ints; room for one candidate is passed.
+        unsafe {
+            let code = (api.operation_create)(&raw mut plan.operation, COMPUTE_F32, data_type(DType::F32));
+            check(code, "describing a product")?;
+            let set = |attribute, value: &c_int| {
+                let pointer = std::ptr::from_ref(value).cast();
+                check((api.operation_set)(plan.operation, attribute, pointer, 4), "describing a product")
+            };
+            set(TRANSPOSE_A, &TRANSPOSED)?;
+            if bias {
+                set(EPILOGUE, &EPILOGUE_BIAS)?;
+            }
+            let mut room = std::mem::zeroed::<Candidate>();
+            let code = (api.heuristic)(
+                self.handle,
+                plan.operation,
+                plan.weights,
+                plan.input,
+                plan.output,
+                plan.output,
+                self.preference,
+                1,
+                &raw mut room,
+                &raw mut found,
+            );
+            check(code, &format!("choosing an algorithm for {shape:?}"))?;
+            if found > 0 && room.state == 0 {
+                candidate = Some(room.algorithm);
+            }
+        }
+        plan.algorithm = candidate.ok_or_else(|| BackendError::Device {
+            operation: format!("choosing an algorithm for {shape:?}"),
+            problem: "cuBLASLt has none".into(),
+        })?;
+        Ok(plan)
+    }
+}
+
+fn check(code: c_int, operation: &str) -> Result<()> {
+    match code {
+        0 => Ok(()),
+        code => {
+            Err(BackendError::Device { operation: operation.into(), problem: format!("cuBLAS error {code}") })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_candidate_is_laid_out_as_the_library_declares_it() {
+        assert_eq!(size_of::<Candidate>(), 96);
+        assert_eq!(std::mem::offset_of!(Candidate, state), 72);
+    }
+}

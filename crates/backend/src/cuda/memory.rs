@@ -1,0 +1,213 @@
+//! Device memory, and the ways into and out of it.
+//!
+//! **Invariant:** memory is taken at start-up; [`List`]s and the read buffer grow to the largest step and
+//! then stay. What goes to the device passes through pinned memory, which is not written again before
+//! the device has read it.
+
+use super::driver::{Address, Device, is_out_of_memory};
+use crate::{BackendError, Result};
+use bytemuck::Pod;
+use std::ffi::c_void;
+use std::rc::Rc;
+
+/// Bytes of the pinned ring; weights are loaded through it.
+const STAGING_BYTES: usize = 64 << 20;
+/// Entries by which a list grows.
+const LIST_STEP: usize = 4096;
+
+/// Device memory of its own.
+pub(super) struct Buffer {
+    device: Rc<Device>,
+    address: Address,
+    bytes: usize,
+}
+
+impl Buffer {
+    /// Zeroed memory. Errors with what it is for.
+    pub fn zeroed(device: &Rc<Device>, bytes: usize, what: &str) -> Result<Self> {
+        let mut address = 0;
+        let size = bytes.max(16);
+        // SAFETY: the out-pointer is valid and the context is current.
+        let code = unsafe { (device.api.allocate)(&raw mut address, size) };
+        if is_out_of_memory(code) {
+            let (free, _) = device.memory()?;
+            let hint = format!(
+                "{} MiB of the GPU are free; lower --memory-ratio, --chunk or --max-running, or use a larger --tp",
+                free >> 20
+            );
+            return Err(BackendError::OutOfMemory { what: what.into(), bytes, hint });
+        }
+        device.check(code, "allocating memory")?;
+        let buffer = Self { device: Rc::clone(device), address, bytes };
+        // SAFETY: the range was just allocated.
+        let code = unsafe { (device.api.fill_bytes)(address, 0, size, device.stream) };
+        device.check(code, "clearing memory")?;
+        Ok(buffer)
+    }
+
+    /// Where it starts; aligned to 256 bytes.
+    pub fn address(&self) -> Address {
+        self.address
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Queues a copy of all of `from` to `offset`. Panics when it does not fit.
+    pub fn copy_from(&self, offset: usize, from: &Self) -> Result<()> {
+        assert!(offset + from.bytes <= self.bytes, "the copy lies inside the buffer");
+        // SAFETY: both ranges are allocated, by the assertion.
+        let code = unsafe {
+            (self.device.api.copy_within)(
+                self.address + offset as u64,
+                from.address,
+                from.bytes,
+                self.device.stream,
+            )
+        };
+        self.device.check(code, "copying on the device")
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `zeroed` and freed once; the driver waits for what still uses it. An error
+        // here (the device is lost) has been or will be reported by whatever uses the device.
+        unsafe { (self.device.api.free)(self.address) };
+    }
+}
+
+/// Pinned host memory.
+struct Pinned {
+    device: Rc<Device>,
+    start: *mut u8,
+    bytes: usize,
+}
+
+impl Pinned {
+    fn new(device: &Rc<Device>, bytes: usize) -> Result<Self> {
+        let mut start: *mut c_void = std::ptr::null_mut();
+        // SAFETY: the out-pointer is valid and the context is current.
+        let code = unsafe { (device.api.allocate_host)(&raw mut start, bytes, 0) };
+        if is_out_of_memory(code) {
+            let hint = "raise the limit of locked memory or free host memory".into();
+            return Err(BackendError::OutOfMemory { what: "pinned host memory".into(), bytes, hint });
+        }
+        device.check(code, "allocating pinned memory")?;
+        Ok(Self { device: Rc::clone(device), start: start.cast(), bytes })
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new` and freed once.
+        unsafe { (self.device.api.free_host)(self.start.cast()) };
+    }
+}
+
+/// The way into device memory, and out.
+pub(super) struct Staging {
+    device: Rc<Device>,
+    ring: Pinned,
+    /// Bytes of the ring that the device may not have read yet.
+    used: usize,
+    out: Pinned,
+}
+
+impl Staging {
+    /// With its pinned memory.
+    pub fn new(device: &Rc<Device>) -> Result<Self> {
+        Ok(Self {
+            device: Rc::clone(device),
+            ring: Pinned::new(device, STAGING_BYTES)?,
+            used: 0,
+            out: Pinned::new(device, 1 << 20)?,
+        })
+    }
+
+    /// Queues a copy of `data` to `to`; `data` may change as soon as this returns. Waits for the device
+    /// when the ring is full.
+    ///
+    /// # Safety
+    /// `to` is valid for `data.len()` bytes of device memory.
+    pub unsafe fn copy_in(&mut self, to: Address, data: &[u8]) -> Result<()> {
+        let mut done = 0;
+        while done < data.len() {
+            if self.used == self.ring.bytes {
+                self.device.wait()?;
+                self.used = 0;
+            }
+            let part = (data.len() - done).min(self.ring.bytes - self.used);
+            // SAFETY: `used + part` is inside the ring and nobody reads that part; the device range is
+            // valid by the caller's promise.
+            let code = unsafe {
+                let pinned = self.ring.start.add(self.used);
+                std::ptr::copy_nonoverlapping(data[done..].as_ptr(), pinned, part);
+                let device = &self.device;
+                (device.api.copy_in)(to + done as u64, pinned.cast(), part, device.stream)
+            };
+            self.device.check(code, "copying to the device")?;
+            // The next copy starts on its own cache line.
+            self.used = (self.used + part).next_multiple_of(64).min(self.ring.bytes);
+            done += part;
+        }
+        Ok(())
+    }
+
+    /// Waits for everything queued and gives `bytes` bytes from `from`; valid until the next call.
+    ///
+    /// # Safety
+    /// `from` is valid for `bytes` bytes of device memory.
+    pub unsafe fn copy_out(&mut self, from: Address, bytes: usize) -> Result<&[u8]> {
+        if self.out.bytes < bytes {
+            self.device.wait()?;
+            self.out = Pinned::new(&self.device, bytes.next_power_of_two())?;
+        }
+        let device = &self.device;
+        // SAFETY: the pinned buffer holds `bytes`, the device range is valid by the caller's promise.
+        let code = unsafe { (device.api.copy_out)(self.out.start.cast(), from, bytes, device.stream) };
+        device.check(code, "copying from the device")?;
+        device.wait()?;
+        self.used = 0;
+        // SAFETY: the copy has ended and nothing else writes there.
+        Ok(unsafe { std::slice::from_raw_parts(self.out.start, bytes) })
+    }
+}
+
+/// Numbers that a step brings, kept on the device and copied only when they change: the layers of a
+/// model ask for the same ones.
+pub(super) struct List<T> {
+    host: Vec<T>,
+    buffer: Option<Buffer>,
+}
+
+impl<T> Default for List<T> {
+    fn default() -> Self {
+        Self { host: Vec::new(), buffer: None }
+    }
+}
+
+impl<T: Pod + PartialEq> List<T> {
+    /// Makes the device's copy equal to `values`; gives where it is.
+    pub fn set(&mut self, device: &Rc<Device>, staging: &mut Staging, values: &[T]) -> Result<Address> {
+        let buffer = match &mut self.buffer {
+            Some(buffer) if buffer.bytes() >= size_of_val(values) => {
+                if self.host == values {
+                    return Ok(buffer.address());
+                }
+                buffer
+            }
+            buffer => {
+                let room = values.len().next_multiple_of(LIST_STEP) * size_of::<T>();
+                buffer.insert(Buffer::zeroed(device, room, "the numbers of a step")?)
+            }
+        };
+        self.host.clear();
+        self.host.extend_from_slice(values);
+        // SAFETY: the buffer holds `values`. Kernels that read the old ones come before on the stream.
+        unsafe { staging.copy_in(buffer.address(), bytemuck::cast_slice(values))? };
+        Ok(buffer.address())
+    }
+}

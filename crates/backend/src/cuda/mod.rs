@@ -1,0 +1,419 @@
+//! The CUDA backend: one GPU a rank, own kernels compiled where they run, cuBLASLt for matrix products.
+//!
+//! Weights, activations, K and V are bf16 (or f16, or f32, the test mode); sums, norms, softmax, logits and
+//! router logits are f32. Nothing of CUDA is needed to build or to start: the driver, NVRTC and cuBLASLt
+//! are opened when the first backend is made, and a machine without them gets one sentence.
+//!
+//! **Invariants**
+//! * Everything runs on one stream, in call order; the host waits in [`Backend::read`] only.
+//! * Memory is taken at start-up; the lists of a step grow to the largest step and then stay.
+//! * Results are repeatable for the same step, and close to the CPU's (`selftest` holds every operation
+//!   to a bound); they are not bit-equal across batches.
+//! * An operation that cannot return an error keeps it; the next one that can reports it.
+//!
+//! Reading order: `driver`, `memory`, `compile`, `launch`, `tensor`, `gemm`, `attention`, `moe`;
+//! [`selftest`] compares with the CPU.
+
+mod attention;
+mod compile;
+mod driver;
+mod gemm;
+mod launch;
+mod memory;
+mod moe;
+pub mod selftest;
+mod tensor;
+
+pub use attention::CudaKvCache;
+pub use moe::{CudaExperts, CudaMoeWorkspace};
+pub use tensor::{CudaLinear, CudaRopeTable, CudaTensor, CudaVector};
+
+use crate::{
+    Attention, Backend, ExpertWeights, KvLayout, LinearSpec, MoeArgs, MoeShape, ReduceAddNorm, Result,
+    RopeAndStore,
+};
+use attention::AttentionStep;
+use compile::Source;
+use driver::{Address, Device};
+use gemm::{Gemm, Operands, Shape};
+use launch::{Args, Grid, Kernel};
+use lockstep_comm::collective::{Collective, StreamHandle};
+use lockstep_core::config::{Activation, RopeFrequencies};
+use lockstep_core::{DType, PageId};
+use memory::{List, Staging};
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::rc::Rc;
+
+/// Rows up to which a matrix product goes to the kernel that only streams the weights.
+const GEMV_ROWS_MAX: usize = 2;
+/// Warps of its blocks, and outputs of a warp.
+const GEMV_WARPS: usize = 8;
+const GEMV_OUTPUTS: usize = 2;
+/// Widest row that the norm kernels hold: 1024 threads of two parts of 8.
+const NORM_COLS_MAX: usize = 16_384;
+
+/// Which GPU, and in which type it computes.
+#[derive(Clone, Copy, Debug)]
+pub struct CudaOptions {
+    /// Index among the GPUs of this machine.
+    pub gpu: usize,
+    /// Type of weights, activations, K and V.
+    pub dtype: DType,
+}
+
+/// The [`Backend`] of one GPU. Used from the thread that made it.
+pub struct CudaBackend {
+    device: Rc<Device>,
+    dtype: DType,
+    kernels: Kernels,
+    gemm: Gemm,
+    staging: RefCell<Staging>,
+    attention: AttentionStep,
+    lists: StepLists,
+}
+
+/// What every model needs.
+struct Kernels {
+    embed: Kernel,
+    gather_rows: Kernel,
+    scale: Kernel,
+    softcap: Kernel,
+    gated_activation: Kernel,
+    poison: Kernel,
+    rms_norm: Kernel,
+    add_norm: Kernel,
+    rope_and_store: Kernel,
+    /// By number of rows less 1.
+    gemv: [Kernel; GEMV_ROWS_MAX],
+    /// The same with f32 results.
+    gemv_f32: [Kernel; GEMV_ROWS_MAX],
+}
+
+impl Kernels {
+    fn load(device: &Rc<Device>, dtype: DType) -> Result<Self> {
+        let pointwise = Source::Pointwise.load(device, dtype)?;
+        let norm = Source::Norm.load(device, dtype)?;
+        let gemv = Source::Gemv.load(device, dtype)?;
+        Ok(Self {
+            embed: pointwise.kernel("embed", 0)?,
+            gather_rows: pointwise.kernel("gather_rows", 0)?,
+            scale: pointwise.kernel("scale", 0)?,
+            softcap: pointwise.kernel("softcap", 0)?,
+            gated_activation: pointwise.kernel("gated_activation", 0)?,
+            poison: pointwise.kernel("poison", 0)?,
+            rms_norm: norm.kernel("rms_norm", 0)?,
+            add_norm: norm.kernel("add_norm", 0)?,
+            rope_and_store: Source::Rope.load(device, dtype)?.kernel("rope_and_store", 0)?,
+            gemv: [gemv.kernel("gemv_1", 0)?, gemv.kernel("gemv_2", 0)?],
+            gemv_f32: [gemv.kernel("gemv_1_f32", 0)?, gemv.kernel("gemv_2_f32", 0)?],
+        })
+    }
+}
+
+/// The numbers of the current step on the device.
+#[derive(Default)]
+struct StepLists {
+    ids: List<u32>,
+    positions: List<u32>,
+    slots: List<u32>,
+    rows: List<u32>,
+}
+
+impl CudaBackend {
+    /// Opens the GPU and compiles or loads the kernels.
+    ///
+    /// Errors with one sentence on a machine without driver, GPU or libraries.
+    pub fn new(options: CudaOptions) -> Result<Self> {
+        let device = Rc::new(Device::open(options.gpu)?);
+        Ok(Self {
+            dtype: options.dtype,
+            kernels: Kernels::load(&device, options.dtype)?,
+            gemm: Gemm::new(&device, options.dtype)?,
+            staging: RefCell::new(Staging::new(&device)?),
+            attention: AttentionStep::new(&device)?,
+            lists: StepLists::default(),
+            device,
+        })
+    }
+
+    /// Bytes of device memory that nobody has taken.
+    pub fn free_bytes(&self) -> Result<usize> {
+        Ok(self.device.memory()?.0)
+    }
+
+    /// Waits until everything queued has run. Errors with the first failure.
+    pub fn wait(&self) -> Result<()> {
+        self.device.wait()
+    }
+
+    /// Makes the device's copy of `values` in the list that `list` names.
+    fn upload(&mut self, list: fn(&mut StepLists) -> &mut List<u32>, values: &[u32]) -> Option<Address> {
+        let uploaded = list(&mut self.lists).set(&self.device, self.staging.get_mut(), values);
+        match uploaded {
+            Ok(address) => Some(address),
+            Err(error) => {
+                self.device.keep(Err(error));
+                None
+            }
+        }
+    }
+
+    /// Copies `values` into the first rows of a tensor, rounded to its type.
+    pub(crate) fn write(&mut self, tensor: &mut CudaTensor, values: &[f32]) -> Result<()> {
+        let bytes = tensor::narrowed(values, tensor.dtype);
+        assert!(bytes.len() <= tensor.buffer.bytes(), "the values fit the tensor");
+        // SAFETY: by the assertion.
+        unsafe { self.staging.get_mut().copy_in(tensor.buffer.address(), &bytes) }
+    }
+
+    fn reduce(&self, collective: &dyn Collective, x: &CudaTensor, rows: usize) -> Result<()> {
+        self.device.report()?;
+        let (data, count) = (x.buffer.address() as *mut _, x.bytes(rows) / x.dtype.size_bytes());
+        // SAFETY: the tensor holds `count` elements, and what was queued on the stream comes before.
+        unsafe { collective.all_reduce(data, count, x.dtype, StreamHandle(self.device.stream))? };
+        Ok(())
+    }
+}
+
+/// Threads of a block that holds one row of a norm.
+fn norm_threads(cols: usize) -> usize {
+    assert!(cols <= NORM_COLS_MAX, "{cols} columns of a norm, of at most {NORM_COLS_MAX}");
+    cols.div_ceil(tensor::VECTOR).next_multiple_of(32).min(1024)
+}
+
+impl Backend for CudaBackend {
+    type Tensor = CudaTensor;
+    type Vector = CudaVector;
+    type Linear = CudaLinear;
+    type KvCache = CudaKvCache;
+    type RopeTable = CudaRopeTable;
+    type Experts = CudaExperts;
+    type MoeWorkspace = CudaMoeWorkspace;
+
+    fn describe(&self) -> String {
+        format!("cuda {} {}", self.device.name, self.dtype.name())
+    }
+
+    fn tensor(&self, rows_max: usize, cols: usize) -> Result<CudaTensor> {
+        CudaTensor::new(&self.device, rows_max, cols, self.dtype)
+    }
+
+    fn tensor_f32(&self, rows_max: usize, cols: usize) -> Result<CudaTensor> {
+        CudaTensor::new(&self.device, rows_max, cols, DType::F32)
+    }
+
+    fn vector(&self, values: &[f32]) -> Result<CudaVector> {
+        CudaVector::new(&self.device, &mut self.staging.borrow_mut(), values, self.dtype)
+    }
+
+    fn linear(&self, spec: LinearSpec) -> Result<CudaLinear> {
+        CudaLinear::new(&self.device, spec, self.dtype)
+    }
+
+    fn pack_rows(&self, linear: &mut CudaLinear, first_row: usize, data: &[u8]) {
+        self.device.keep(linear.pack(&mut self.staging.borrow_mut(), first_row, data));
+    }
+
+    fn linear_bytes(&self, linear: &CudaLinear) -> usize {
+        linear.buffer.bytes()
+    }
+
+    fn kv_cache(&self, layout: KvLayout) -> Result<CudaKvCache> {
+        CudaKvCache::new(&self.device, layout, self.dtype)
+    }
+
+    fn rope_table(&self, frequencies: &RopeFrequencies, max_position: usize) -> Result<CudaRopeTable> {
+        CudaRopeTable::new(&self.device, &mut self.staging.borrow_mut(), frequencies, max_position)
+    }
+
+    fn experts(&self, experts: Vec<ExpertWeights<Self>>) -> Result<CudaExperts> {
+        CudaExperts::new(&self.device, &experts)
+    }
+
+    fn moe_workspace(&self, shape: MoeShape) -> Result<CudaMoeWorkspace> {
+        CudaMoeWorkspace::new(&self.device, shape, self.dtype)
+    }
+
+    fn moe_workspace_bytes(shape: &MoeShape) -> usize {
+        CudaMoeWorkspace::bytes(shape)
+    }
+
+    fn embed(&mut self, table: &CudaLinear, first_id: u32, ids: &[u32], out: &mut CudaTensor) {
+        let spec = &table.spec;
+        let (to, from) = (out.rows(ids.len(), spec.in_features, self.dtype), table.buffer.address());
+        let Some(list) = self.upload(|lists| &mut lists.ids, ids) else { return };
+        let args = Args::default().address(from).address(list).int(first_id as usize);
+        let args = args.int(spec.out_features).address(to).int(spec.in_features);
+        // SAFETY: `out` holds a row for each id; ids outside the table read nothing.
+        unsafe { self.kernels.embed.launch(Grid::rows(ids.len(), 128), args) };
+    }
+
+    fn all_reduce(&mut self, collective: &dyn Collective, x: &mut CudaTensor, rows: usize) -> Result<()> {
+        self.reduce(collective, x, rows)
+    }
+
+    fn rms_norm(&mut self, x: &CudaTensor, weight: &CudaVector, eps: f32, rows: usize, out: &mut CudaTensor) {
+        let cols = x.cols;
+        let args = Args::default().address(x.rows(rows, cols, self.dtype)).address(weight.exact(cols));
+        let args = args.float(eps).address(out.rows(rows, cols, self.dtype)).int(cols);
+        // SAFETY: both tensors hold `rows` rows of `cols` columns.
+        unsafe { self.kernels.rms_norm.launch(Grid::rows(rows, norm_threads(cols)), args) };
+    }
+
+    fn matmul(
+        &mut self,
+        w: &CudaLinear,
+        x: &CudaTensor,
+        bias: Option<&CudaVector>,
+        rows: usize,
+        out: &mut CudaTensor,
+    ) {
+        let (n, k) = (w.spec.out_features, w.spec.in_features);
+        let (from, to) = (x.rows(rows, k, self.dtype), out.rows(rows, n, out.dtype));
+        if (1..=GEMV_ROWS_MAX).contains(&rows) {
+            let kernels = if out.dtype == self.dtype { &self.kernels.gemv } else { &self.kernels.gemv_f32 };
+            let args = Args::default().address(w.buffer.address()).address(from);
+            let args = args.optional(bias.map(|bias| bias.exact(n))).address(to).int(n).int(k);
+            let grid = Grid::rows(n.div_ceil(GEMV_WARPS * GEMV_OUTPUTS), 32 * GEMV_WARPS);
+            // SAFETY: matrix, bias and both tensors have the sizes that were checked.
+            unsafe { kernels[rows - 1].launch(grid, args) };
+        } else if rows > 0 {
+            let bias = bias.map(|bias| bias.rounded.address());
+            let shape = Shape { m: rows, n, k, out: out.dtype, bias: bias.is_some() };
+            let operands = Operands { weights: w.buffer.address(), x: from, bias, y: to };
+            // SAFETY: as above.
+            let result = unsafe { self.gemm.run(shape, operands) };
+            self.device.keep(result);
+        }
+    }
+
+    fn rope_and_store(
+        &mut self,
+        args: RopeAndStore<'_, Self>,
+        qkv: &mut CudaTensor,
+        cache: &mut CudaKvCache,
+    ) {
+        let (shape, tokens) = (&args.shape, args.positions.len());
+        let all_heads = shape.local_heads + 2 * shape.local_kv_heads;
+        assert_eq!(args.slots.len(), tokens, "a slot for each token");
+        let (slots_max, positions_max) =
+            (cache.layout().num_pages * cache.layout().page_size, args.rope.positions);
+        assert!(args.slots.iter().all(|slot| (*slot as usize) < slots_max), "slots lie inside the pool");
+        assert!(
+            args.positions.iter().all(|p| (*p as usize) < positions_max),
+            "positions lie inside the table"
+        );
+        let x = qkv.rows(tokens, all_heads * shape.head_dim, self.dtype);
+        let (k, v) = cache.layer(args.layer, shape);
+        let Some(positions) = self.upload(|lists| &mut lists.positions, args.positions) else { return };
+        let Some(slots) = self.upload(|lists| &mut lists.slots, args.slots) else { return };
+        let norms = args.qk_norm.map(|(q, k)| (q.exact(shape.head_dim), k.exact(shape.head_dim)));
+        let list = Args::default().address(x).optional(norms.map(|n| n.0)).optional(norms.map(|n| n.1));
+        let list = list.address(args.rope.buffer.address()).address(positions).address(slots);
+        let list = list.address(k).address(v).int(shape.local_heads).int(shape.local_kv_heads);
+        let list = list.int(shape.head_dim).int(args.rope.half).float(shape.norm_eps);
+        let grid = Grid { blocks: [all_heads.div_ceil(8), tokens, 1], threads: 256 };
+        // SAFETY: tokens, slots and positions lie inside tensor, pool and table by the checks above.
+        unsafe { self.kernels.rope_and_store.launch(grid, list) };
+    }
+
+    fn attention(
+        &mut self,
+        args: Attention<'_>,
+        qkv: &CudaTensor,
+        cache: &CudaKvCache,
+        out: &mut CudaTensor,
+    ) {
+        let result = self.attention.run(self.staging.get_mut(), &args, qkv, cache, out);
+        self.device.keep(result);
+    }
+
+    fn gated_activation(
+        &mut self,
+        activation: Activation,
+        gate_up: &CudaTensor,
+        rows: usize,
+        out: &mut CudaTensor,
+    ) {
+        let inner = out.cols;
+        let (from, to) = (gate_up.rows(rows, 2 * inner, self.dtype), out.rows(rows, inner, self.dtype));
+        let args = Args::default().address(from).address(to).int(inner).int(moe::activation_code(activation));
+        let grid = Grid { blocks: [inner.div_ceil(256 * tensor::VECTOR), rows, 1], threads: 256 };
+        // SAFETY: both tensors have the sizes that were checked.
+        unsafe { self.kernels.gated_activation.launch(grid, args) };
+    }
+
+    fn scale(&mut self, x: &mut CudaTensor, factor: f32, rows: usize) {
+        let count = rows * x.cols;
+        let args = Args::default().address(x.rows(rows, x.cols, self.dtype)).float(factor).long(count);
+        // SAFETY: the tensor holds `count` elements.
+        unsafe { self.kernels.scale.launch(Grid::elements(count), args) };
+    }
+
+    fn softcap(&mut self, x: &mut CudaTensor, cap: f32, rows: usize) {
+        let count = rows * x.cols;
+        let args = Args::default().address(x.rows(rows, x.cols, DType::F32)).float(cap).long(count);
+        // SAFETY: the tensor holds `count` elements of f32.
+        unsafe { self.kernels.softcap.launch(Grid::elements(count), args) };
+    }
+
+    fn moe(
+        &mut self,
+        args: MoeArgs<'_, Self>,
+        experts: &CudaExperts,
+        x: &CudaTensor,
+        rows: usize,
+        buffers: (&mut CudaMoeWorkspace, &mut CudaTensor),
+    ) {
+        let (work, out) = buffers;
+        work.run(&args, experts, x, rows, out);
+    }
+
+    fn reduce_add_norm(
+        &mut self,
+        collective: &dyn Collective,
+        args: ReduceAddNorm<'_, Self>,
+        partial: &mut CudaTensor,
+        streams: (&mut CudaTensor, &mut CudaTensor),
+        rows: usize,
+    ) -> Result<()> {
+        self.reduce(collective, partial, rows)?;
+        let (residual, out) = streams;
+        let cols = partial.cols;
+        let list = [&*partial, residual, out].map(|tensor| tensor.rows(rows, cols, self.dtype));
+        let list = list.into_iter().fold(Args::default(), Args::address);
+        let list =
+            list.optional(args.bias.map(|v| v.exact(cols))).optional(args.post_norm.map(|v| v.exact(cols)));
+        let list = list.address(args.norm_weight.exact(cols)).float(args.norm_eps).int(cols);
+        // SAFETY: the three tensors and the vectors have `cols` columns, and `rows` rows are there.
+        unsafe { self.kernels.add_norm.launch(Grid::rows(rows, norm_threads(cols)), list) };
+        self.device.report()
+    }
+
+    fn gather_rows(&mut self, x: &CudaTensor, rows: &[u32], out: &mut CudaTensor) {
+        let cols = x.cols;
+        let from = x.rows(x.rows_max, cols, self.dtype);
+        let to = out.rows(rows.len(), cols, self.dtype);
+        assert!(rows.iter().all(|row| (*row as usize) < x.rows_max), "rows lie inside the tensor");
+        let Some(list) = self.upload(|lists| &mut lists.rows, rows) else { return };
+        let args = Args::default().address(from).address(list).address(to).int(cols);
+        // SAFETY: rows of both tensors were checked.
+        unsafe { self.kernels.gather_rows.launch(Grid::rows(rows.len(), 128), args) };
+    }
+
+    /// Panics when the device failed: what it computed since is not to be used.
+    fn read<'a>(&mut self, x: &'a CudaTensor, rows: usize) -> Cow<'a, [f32]> {
+        let bytes = x.bytes(rows);
+        // SAFETY: the tensor holds that many bytes.
+        let copied = unsafe { self.staging.get_mut().copy_out(x.buffer.address(), bytes) };
+        match copied {
+            Ok(bytes) => Cow::Owned(tensor::widened(bytes, x.dtype)),
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn poison(&mut self, cache: &mut CudaKvCache, pages: &[PageId]) {
+        cache.poison(&self.kernels.poison, pages);
+    }
+}
