@@ -87,7 +87,6 @@ impl ReasoningSplitter {
         }
         if self.held == self.tags.close {
             self.held.clear();
-            self.spaces.clear();
             self.state = State::Closed;
         }
     }

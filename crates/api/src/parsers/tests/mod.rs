@@ -96,6 +96,8 @@ fn hermes_calls() {
         "<tool_call>{\"name\": \"now\"}</tool_call> so",
         &[call(0, "now", "{}"), vec![text(" so")]],
     );
+    let amid = "Hm. \n<tool_call>{\"name\": \"f\"}</tool_call>\n So.";
+    check(Hermes, amid, &[vec![text("Hm.")], call(0, "f", "{}"), vec![text("\n So.")]]);
     // JSON text inside a string, and a raw line break inside a string.
     let doubled = r#"<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}</tool_call>"#;
     check(Hermes, doubled, &[call(0, "f", r#"{"a": 1}"#)]);
@@ -119,6 +121,8 @@ fn llama_calls() {
         r#"{"name": "Bob"}"#,
         r#"{"name": "unknown", "parameters": {}}"#,
         r#"{"name": "f", "parameters": [1]}"#,
+        r#"{"name": "f", "age": 3, "parameters": {}}"#,
+        r#"{"name": "f", "id": [1}, "parameters": {}}"#,
         r#"The call is {"name": "f", "parameters": {}}"#,
         "{}",
         "<|python_tag|>print(1)",
