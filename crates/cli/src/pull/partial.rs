@@ -2,12 +2,12 @@
 //!
 //! **Invariant:** `<file>.partial` is always a prefix of what its sources say the file is, and the
 //! running hash covers exactly its bytes; so any source can continue what another began. It becomes
-//! the file only by [`Partial::install`], after size and sha256 agree with the catalogue.
+//! the file only by [`Partial::install`], after size and hash are as expected.
 
-use super::catalogue::{Model, Part};
+use super::catalogue::Part;
+use super::checksum::{Expected, Hasher, hex};
 use super::error::PullError;
 use sha2::{Digest, Sha256};
-use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::path::{Path, PathBuf};
@@ -20,18 +20,29 @@ pub struct Partial {
     path: PathBuf,
     file: File,
     len: u64,
-    hash: Sha256,
+    hash: Hasher,
+    expected: Expected,
 }
 
 impl Partial {
     /// Opens `path`, creating it when absent, and hashes what is there.
-    pub fn open(path: &Path) -> Result<Self, PullError> {
+    pub fn open(path: &Path, expected: Expected) -> Result<Self, PullError> {
         let file = OpenOptions::new().read(true).append(true).create(true).open(path);
         let file = file.map_err(PullError::cache("open", path))?;
-        let mut partial = Self { path: path.to_owned(), file, len: 0, hash: Sha256::new() };
-        let (len, hash) = hash_of(&mut partial.file).map_err(PullError::cache("read", path))?;
-        (partial.len, partial.hash) = (len, hash);
+        let hash = Hasher::new(&expected);
+        let mut partial = Self { path: path.to_owned(), file, len: 0, hash, expected };
+        let hash = &mut partial.hash;
+        let len = each_chunk::<io::Error>(&mut partial.file, |bytes| {
+            hash.update(bytes);
+            Ok(())
+        });
+        partial.len = len.map_err(PullError::cache("read", path))?;
         Ok(partial)
+    }
+
+    /// Bytes of the whole file.
+    pub fn size_bytes(&self) -> u64 {
+        self.expected.size_bytes
     }
 
     /// Bytes so far.
@@ -50,12 +61,12 @@ impl Partial {
 
     /// Forgets everything.
     pub fn clear(&mut self) -> Result<(), PullError> {
-        self.reset_to(0, Sha256::new())
+        self.reset_to(0, Hasher::new(&self.expected))
     }
 
     /// How many of `parts` are here, whole and right.
     pub fn whole_parts(&self, parts: &[Part]) -> Result<WholeParts, PullError> {
-        let mut whole = WholeParts { count: 0, len: 0, hash: Sha256::new() };
+        let mut whole = WholeParts { count: 0, len: 0, hash: Hasher::new(&self.expected) };
         let mut file = &self.file;
         file.rewind().map_err(PullError::cache("read", &self.path))?;
         for part in parts {
@@ -79,23 +90,29 @@ impl Partial {
         self.reset_to(whole.len, whole.hash)
     }
 
-    /// Checks size and hash against the catalogue and renames to `target`; removes the file when
-    /// they differ. `from` is for the message.
-    pub fn install(self, model: &Model, target: &Path, from: &str) -> Result<(), PullError> {
-        let got = hex(self.hash);
-        if self.len != model.size_bytes || got != model.sha256 {
+    /// Checks size and hash and renames to `target`; removes the file when they differ. `from` is for
+    /// the message.
+    pub fn install(self, target: &Path, from: &str) -> Result<(), PullError> {
+        let Expected { size_bytes, checksum } = self.expected;
+        let got = self.hash.finish();
+        if self.len != size_bytes || got != checksum.digits() {
             std::fs::remove_file(&self.path).map_err(PullError::cache("remove", &self.path))?;
-            return Err(if self.len != model.size_bytes {
-                PullError::WrongSize { from: from.into(), got: self.len, expected: model.size_bytes }
+            return Err(if self.len != size_bytes {
+                PullError::WrongSize { from: from.into(), got: self.len, expected: size_bytes }
             } else {
-                PullError::WrongHash { from: from.into(), got, expected: model.sha256.into() }
+                PullError::WrongHash {
+                    from: from.into(),
+                    kind: checksum.kind(),
+                    got,
+                    expected: checksum.digits().into(),
+                }
             });
         }
         self.file.sync_all().map_err(PullError::cache("write", &self.path))?;
         std::fs::rename(&self.path, target).map_err(PullError::cache("rename", &self.path))
     }
 
-    fn reset_to(&mut self, len: u64, hash: Sha256) -> Result<(), PullError> {
+    fn reset_to(&mut self, len: u64, hash: Hasher) -> Result<(), PullError> {
         let path = &self.path;
         self.file.set_len(len).map_err(PullError::cache("write", path))?;
         (self.len, self.hash) = (len, hash);
@@ -108,17 +125,7 @@ pub struct WholeParts {
     /// How many.
     pub count: usize,
     len: u64,
-    hash: Sha256,
-}
-
-/// Length and hash of everything `reader` has left.
-pub fn hash_of(reader: &mut impl Read) -> io::Result<(u64, Sha256)> {
-    let mut hash = Sha256::new();
-    let len = each_chunk::<io::Error>(reader, |bytes| {
-        hash.update(bytes);
-        Ok(())
-    })?;
-    Ok((len, hash))
+    hash: Hasher,
 }
 
 /// Hands out everything `reader` has left; how much it was.
@@ -139,12 +146,4 @@ pub fn each_chunk<E: From<io::Error>>(
             Err(e) => return Err(e.into()),
         }
     }
-}
-
-/// Lower-case hexadecimal digits of a finished hash.
-pub fn hex(hash: Sha256) -> String {
-    hash.finalize().iter().fold(String::with_capacity(64), |mut text, byte| {
-        write!(text, "{byte:02x}").expect("invariant: a String takes everything");
-        text
-    })
 }

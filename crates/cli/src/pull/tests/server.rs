@@ -10,6 +10,8 @@ pub struct Request {
     pub path: String,
     /// First byte asked for.
     pub from: Option<usize>,
+    /// What follows `Authorization: Bearer`, in lower case.
+    pub token: Option<String>,
 }
 
 /// What goes out, after which the connection is closed.
@@ -58,7 +60,7 @@ impl Answer {
     }
 }
 
-/// Answers the script in order, then repeats its last answer.
+/// Answers one request after the other.
 pub struct Server {
     address: std::net::SocketAddr,
     requests: Arc<Mutex<Vec<Request>>>,
@@ -69,8 +71,19 @@ impl Server {
         Self::scripted(vec![Answer::full(content)])
     }
 
+    /// Answers the script in order, then repeats its last answer.
     pub fn scripted(script: Vec<Answer>) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        Self::answering(move |i, _| script[i.min(script.len() - 1)].clone())
+    }
+
+    /// Answers with what `answer` says about the number of the request, from 0, and the request.
+    pub fn answering(answer: impl Fn(usize, &Request) -> Answer + Send + 'static) -> Self {
+        Self::at("127.0.0.1", answer)
+    }
+
+    /// The same at another address of this machine.
+    pub fn at(host: &str, answer: impl Fn(usize, &Request) -> Answer + Send + 'static) -> Self {
+        let listener = TcpListener::bind((host, 0)).unwrap();
         let address = listener.local_addr().unwrap();
         let requests = Arc::new(Mutex::new(Vec::new()));
         let seen = requests.clone();
@@ -79,7 +92,7 @@ impl Server {
             for (i, stream) in listener.incoming().enumerate() {
                 let mut stream = stream.unwrap();
                 let request = read_request(&mut BufReader::new(&stream));
-                let answer = &script[i.min(script.len() - 1)];
+                let answer = answer(i, &request);
                 let (head, body) = answer.head_and_body(request.from);
                 seen.lock().unwrap().push(request);
                 // A client that has seen enough hangs up.
@@ -102,6 +115,7 @@ fn read_request(reader: &mut impl BufRead) -> Request {
     let mut lines = reader.lines().map(|line| line.unwrap_or_default()).take_while(|line| !line.is_empty());
     let path = lines.next().and_then(|l| l.split(' ').nth(1).map(str::to_owned)).unwrap_or_default();
     let headers: Vec<String> = lines.map(|line| line.to_ascii_lowercase()).collect();
-    let range = headers.iter().find_map(|line| line.strip_prefix("range: bytes="));
-    Request { path, from: range.map(|r| r.trim_end_matches('-').parse().unwrap()) }
+    let header = |start| headers.iter().find_map(|line| line.strip_prefix(start));
+    let range = header("range: bytes=").map(|range| range.trim_end_matches('-').parse().unwrap());
+    Request { path, from: range, token: header("authorization: bearer ").map(str::to_owned) }
 }
