@@ -235,6 +235,57 @@ fn wrong_bytes_are_never_installed() {
 }
 
 #[test]
+fn whatever_the_hub_does_only_the_right_bytes_are_installed() {
+    for seed in 1..=20u64 {
+        println!("seed {seed}");
+        let (cache, mut repo, mut state) = (Cache::new(), Repo::sharded(), seed);
+        repo.files.values_mut().for_each(|content| content.truncate(30_000));
+        let whole = repo.clone();
+        let mut random = move |below: usize| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) as usize % below
+        };
+        let faults = Mutex::new(move |answer| match (random(8), answer) {
+            (0, _) => Answer::Hangup,
+            (1, _) => Answer::Status("500 Internal Server Error"),
+            (2, _) => Answer::Status("416 Range Not Satisfiable"),
+            (3, Answer::Content { mut bytes, .. }) => {
+                let place = random(bytes.len());
+                bytes[place] ^= 1 << random(8);
+                Answer::full(&bytes)
+            }
+            (4, Answer::Content { bytes, .. }) => Answer::Whole(bytes),
+            (5 | 6, Answer::Content { bytes, .. }) => {
+                let cut_after = random(bytes.len() + 1);
+                Answer::Content { bytes, cut_after }
+            }
+            (_, answer) => answer,
+        });
+        let server = Server::answering(move |_, request| {
+            let answer = whole.answer(&request.path);
+            // A changed list is another list; what it says is taken for true.
+            match request.path.starts_with("/api/") {
+                true => answer,
+                false => faults.lock().unwrap()(answer),
+            }
+        });
+        let folder = cache.0.join("hub/org--name").join(COMMIT);
+        let done = (0..500).any(|_| match obtain("org/name", &places(&cache, &server.endpoint())).0 {
+            Ok(path) => path == folder,
+            Err(_) => {
+                assert!(!folder.exists(), "only a complete model has the name of one");
+                false
+            }
+        });
+        assert!(done, "what arrived is kept, so it ends");
+        assert_eq!(files_in(&folder), Repo::SHARDED_NAMES);
+        for name in Repo::SHARDED_NAMES {
+            assert_eq!(std::fs::read(folder.join(name)).unwrap(), repo.files[name], "{name}");
+        }
+    }
+}
+
+#[test]
 fn two_at_once_fetch_a_snapshot_once() {
     let (cache, server) = (Cache::new(), Repo::sharded().serve());
     std::thread::scope(|scope| {
