@@ -40,13 +40,22 @@ impl Matcher {
     /// Makes impossible what the computed mask does not allow; everything but `eos_tokens` when the grammar has
     /// failed. Needs a [`compute_mask`](Self::compute_mask) since the last [`push`](Self::push).
     pub fn apply(&self, logits: &mut [f32], eos_tokens: &[TokenId]) {
-        for (id, logit) in logits.iter_mut().enumerate() {
-            let is_allowed = match &self.mask {
-                Some(mask) => id < mask.len() && mask.is_allowed(id as TokenId),
-                None => eos_tokens.contains(&(id as TokenId)),
-            };
-            if !is_allowed {
-                *logit = f32::NEG_INFINITY;
+        let Some(mask) = &self.mask else {
+            return keep_only(logits, eos_tokens);
+        };
+        let words = mask.as_slice();
+        let covered = logits.len().min(words.len() * 32);
+        logits[covered..].fill(f32::NEG_INFINITY);
+        for (part, &word) in logits.chunks_mut(32).zip(words) {
+            // Most words of most masks allow nothing at all.
+            match word {
+                0 => part.fill(f32::NEG_INFINITY),
+                u32::MAX => {}
+                bits => {
+                    part.iter_mut().enumerate().filter(|(bit, _)| bits >> bit & 1 == 0).for_each(|(_, l)| {
+                        *l = f32::NEG_INFINITY;
+                    })
+                }
             }
         }
     }
@@ -58,6 +67,14 @@ impl Matcher {
             && let Err(error) = self.inner.consume_tokens(tokens)
         {
             tracing::warn!("a grammar failed and ends its answer: {error}");
+        }
+    }
+}
+
+fn keep_only(logits: &mut [f32], tokens: &[TokenId]) {
+    for (id, logit) in logits.iter_mut().enumerate() {
+        if !tokens.contains(&(id as TokenId)) {
+            *logit = f32::NEG_INFINITY;
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::connection::{Connection, Hold};
 use crate::engine::Generation;
 use crate::request::Endpoint;
 use crate::respond::{Answer, refuse};
-use lockstep_core::{FinishReason, Refusal};
+use lockstep_core::{FinishReason, Refusal, RequestId};
 use lockstep_wire::{Delta, TextLogprobs, Usage};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -51,8 +51,9 @@ impl Pending {
 }
 
 /// What a choice gains by a delta.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Piece {
+    id: RequestId,
     text: String,
     tokens: Vec<TextLogprobs>,
     finish: Option<FinishReason>,
@@ -62,9 +63,9 @@ struct Piece {
 impl Piece {
     /// The echoed prompt, if it is there, and the new text; `echo_only` leaves out what was generated.
     fn of(delta: Delta, echo_only: bool) -> Self {
-        let Delta { text, finish, mut usage, logprobs, echo, .. } = delta;
+        let Delta { id, text, finish, mut usage, logprobs, echo, .. } = delta;
         let echo = echo.map_or_else(Default::default, |echo| (echo.text, echo.tokens));
-        let mut piece = Self { text: echo.0, tokens: echo.1, finish, usage };
+        let mut piece = Self { id, text: echo.0, tokens: echo.1, finish, usage };
         if echo_only {
             usage.completion_tokens = 0;
             let finish = finish.map(|f| if f == FinishReason::Abort { f } else { FinishReason::Length });
@@ -109,7 +110,7 @@ impl Choices {
         if let Some(finish) = piece.finish {
             let usage = piece.usage;
             tracing::debug!(
-                choice,
+                request = %piece.id,
                 prompt_tokens = usage.prompt_tokens,
                 completion_tokens = usage.completion_tokens,
                 elapsed_ms = self.started.elapsed().as_millis() as u64,

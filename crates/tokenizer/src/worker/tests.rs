@@ -1,8 +1,10 @@
 use super::*;
 use crate::model::TextOptions;
 use crate::test_models::{TempFolder, WORDS, byte_folder};
-use lockstep_core::{FinishReason, RequestId, SamplingParams};
-use lockstep_wire::{Begin, Delta, GenerateRequest, Prompt, TextParams, TokenOut, Usage};
+use lockstep_core::{FinishReason, Grammar, RequestId, SamplingParams};
+use lockstep_wire::{
+    Begin, Delta, GenerateRequest, Prompt, StepLogprobs, TextParams, TokenLogprobs, TokenOut, Usage,
+};
 use serde_json::json;
 use std::sync::mpsc;
 
@@ -176,4 +178,63 @@ fn the_shared_worker_runs_both_loops_to_their_shutdown() {
     assert_eq!(submitted.try_iter().count(), 1);
     let report = deltas(reported.try_iter().next());
     assert_eq!(report[0].text, " alpha");
+}
+
+/// A request for `text` in the form of `grammar`.
+fn with_grammar(id: u64, text: &str, grammar: Grammar) -> ToTokenizer {
+    let ToTokenizer::Generate(mut request) = generate(id, text) else { panic!("a request") };
+    request.sampling.grammar = Some(grammar);
+    ToTokenizer::Generate(request)
+}
+
+#[test]
+fn a_grammar_is_checked_and_the_vocabulary_goes_before_the_first_one() {
+    let good = || Grammar::Choice(vec!["a".into()]);
+    let (submitted, reported) = tokenize(vec![
+        generate(1, "ab"),
+        with_grammar(2, "ab", Grammar::Regex("(".into())),
+        with_grammar(3, "ab", good()),
+        with_grammar(4, "ab", good()),
+        with_grammar(5, "abc", good()),
+        ToTokenizer::Shutdown,
+    ]);
+    let order: Vec<_> = submitted
+        .iter()
+        .map(|message| match message {
+            ToScheduler::Submit(s) => (s.id.0, s.prompt.len()),
+            ToScheduler::Vocabulary(v) => {
+                (0, v.tokens().filter(|(_, is_special)| *is_special).count().min(1))
+            }
+            other => panic!("unexpected {other:?}"),
+        })
+        .collect();
+    assert_eq!(order, [(1, 2), (0, 1), (3, 2), (4, 2), (5, 3)]);
+    assert!(matches!(&reported[..], [ToApi::Refused { id: RequestId(2), refusal }]
+        if refusal.status == 400 && refusal.code.as_deref() == Some("invalid_grammar")));
+}
+
+#[test]
+fn logprobs_become_texts_and_an_echo_comes_once() {
+    let (_folder, model) = model();
+    let mut worker = DetokenizerWorker::new(&model);
+    let text = TextParams { skip_special_tokens: true, echo: true, ..TextParams::default() };
+    let prompt = vec![b'a'.into(), 0xC3, 0xA9];
+    worker.handle(ToDetokenizer::Begin(vec![Begin { id: RequestId(1), text, prompt }]));
+    let logprobs = |token| TokenLogprobs { token, logprob: -0.5, top: vec![(b'z'.into(), -0.25)] };
+    let step = |prompt: &[u32], token| {
+        let prompt = prompt.iter().map(|&token| logprobs(token)).collect();
+        Some(Box::new(StepLogprobs { prompt, output: vec![logprobs(token)] }))
+    };
+    let first = TokenOut { logprobs: step(&[0xC3, 0xA9], 0xE6), ..out(1, &[0xE6], None) };
+    let last = TokenOut { logprobs: step(&[], 257), ..out(1, &[257], Some(FinishReason::Stop)) };
+    let first = deltas(worker.handle(ToDetokenizer::Step(vec![first]))).remove(0);
+    let last = deltas(worker.handle(ToDetokenizer::Step(vec![last]))).remove(0);
+    let echo = first.echo.expect("with the first token");
+    assert_eq!((echo.text.as_str(), echo.tokens.len(), echo.tokens[0].logprob), ("aé", 3, None));
+    assert_eq!((&echo.tokens[1].token.bytes[..], echo.tokens[1].logprob), (&[0xC3][..], Some(-0.5)));
+    let output = &first.logprobs.expect("asked for")[0];
+    assert_eq!((&output.token.bytes[..], output.token.is_shown), (&[0xE6][..], true));
+    assert_eq!((&output.top[0].0.bytes[..], output.top[0].1), (&b"z"[..], -0.25));
+    assert!(last.echo.is_none() && !last.logprobs.expect("asked for")[0].token.is_shown);
+    assert_eq!(last.text, "\u{fffd}", "the text ends inside a character");
 }
