@@ -49,7 +49,7 @@ fn prepare(bencher: Bencher) {
     bencher.bench_local(|| Grammars::new(&vocabulary, TOKENS, &[256]).unwrap());
 }
 
-/// Masks of a whole document for 32 requests; divide by its 71 steps.
+/// Masks of a whole document for 32 requests; divide by its 70 steps.
 #[divan::bench(sample_count = 10)]
 fn document_of_32_requests(bencher: Bencher) {
     let mut grammars = grammars();
