@@ -11,14 +11,16 @@
 //! * CPU results are bit-equal for a row whatever the other rows, thread count, page size,
 //!   chunking and tp size (1, 2, 4, 8) are; see `docs/architecture.md`, "Numbers".
 //!
-//! Reading order: this file, [`batch`], [`linear`], [`moe`], then [`cpu`] and [`cuda`].
+//! Reading order: this file, [`batch`], [`linear`], [`bands`], [`moe`], then [`cpu`] and [`cuda`].
 
+pub mod bands;
 pub mod batch;
 pub mod cpu;
 pub mod cuda;
 pub mod linear;
 pub mod moe;
 
+pub use bands::Bands;
 pub use batch::{AttentionBatch, AttentionRow};
 pub use linear::LinearSpec;
 pub use moe::{ExpertWeights, MoeArgs, MoeShape};
@@ -149,6 +151,11 @@ pub trait Backend {
     /// output rows `first_row..first_row+n`. Called in bands of a few MiB so that loading needs
     /// little memory beyond the shard.
     fn pack_rows(&self, linear: &mut Self::Linear, first_row: usize, data: &[u8]);
+    /// Reads and packs all `bands`, which [`pack_rows`](Self::pack_rows) packs one by one unless the
+    /// device can do better. Ends early when a band cannot be read.
+    fn pack_bands(&self, linear: &mut Self::Linear, bands: &Bands<'_>) {
+        bands.read_ahead(bands::readers(), |first_row, data| self.pack_rows(linear, first_row, data));
+    }
     /// Bytes the packed matrix occupies.
     fn linear_bytes(&self, linear: &Self::Linear) -> usize;
     /// The KV pool.

@@ -1,20 +1,18 @@
-//! Reads bands of matrix rows ahead of the packer, on several threads.
+//! Reads a rank's part of a stored matrix band by band, in the type that the rank keeps.
 //!
-//! Reading may mean dequantising, which takes longer than packing; packing needs the one thread
-//! that owns the matrix. **Invariant:** at most `2 * readers + 1` bands exist at once, whatever the
-//! size of the matrix, and the packed result does not depend on the order in which bands arrive.
+//! Reading may mean dequantising, which takes longer than packing, so the backend reads bands on its
+//! own threads. **Invariant:** memory beside the packed matrix is a few bands (two buffers for each
+//! thread that reads), whatever the size of the matrix.
 
 use crate::Result;
 use crate::source::WeightSource;
 use half::{bf16, f16};
+use lockstep_backend::bands::BandBuffers;
+use lockstep_backend::{Backend, Bands};
 use lockstep_core::DType;
 use std::ops::Range;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::sync_channel;
-
-/// Bytes of one band of rows: large enough to stream, small against any shard.
-const BAND_BYTES: usize = 2 << 20;
+use std::sync::{Mutex, MutexGuard};
 
 /// The part of a stored matrix that a rank keeps, and the type it keeps.
 pub(crate) struct Slice<'a> {
@@ -27,79 +25,62 @@ pub(crate) struct Slice<'a> {
 /// Reads slices of one source.
 pub(crate) struct BandReader<'a> {
     source: &'a dyn WeightSource,
-    readers: usize,
-    /// Buffers that are not in use.
-    spare: Mutex<Vec<Buffers>>,
-}
-
-#[derive(Default)]
-struct Buffers {
-    /// As the source gave it.
-    raw: Vec<u8>,
-    /// In the type that the rank keeps.
-    band: Vec<u8>,
+    bands: BandBuffers,
+    /// Buffers for elements as stored, where the rank keeps another type; not in use.
+    stored: Mutex<Vec<Vec<u8>>>,
 }
 
 impl<'a> BandReader<'a> {
-    /// `readers` is at least 1.
-    pub fn new(source: &'a dyn WeightSource, readers: usize) -> Self {
-        Self { source, readers, spare: Mutex::default() }
+    pub fn new(source: &'a dyn WeightSource) -> Self {
+        Self { source, bands: BandBuffers::default(), stored: Mutex::default() }
     }
 
-    /// Calls `pack` once for each band of `slice`, in any order, with the band's first row relative
-    /// to the slice and its elements.
+    /// Packs `slice` as rows of `linear` from `first_row` on; gives the bytes packed.
     ///
-    /// Stops at the first error of the source.
-    pub fn for_each(&self, slice: &Slice<'_>, mut pack: impl FnMut(usize, &[u8])) -> Result<()> {
-        let band_rows = (BAND_BYTES / (slice.columns.len().max(1) * size_of::<f32>())).max(1);
-        let bands = slice.rows.len().div_ceil(band_rows);
-        let read = |index: usize| -> Result<(usize, Buffers)> {
-            let first = index * band_rows;
-            let rows = slice.rows.start + first..slice.rows.end.min(slice.rows.start + first + band_rows);
-            Ok((first, self.read(slice, rows)?))
-        };
-        let mut pack_band = |(first, buffers): (usize, Buffers)| {
-            pack(first, &buffers.band);
-            self.spare().push(buffers);
-        };
-        if bands <= 1 {
-            return if bands == 1 { read(0).map(pack_band) } else { Ok(()) };
-        }
-        let next = AtomicUsize::new(0);
-        let readers = self.readers.min(bands);
-        let (sender, receiver) = sync_channel(readers);
-        std::thread::scope(|scope| {
-            for _ in 0..readers {
-                let (sender, next, read) = (sender.clone(), &next, &read);
-                scope.spawn(move || {
-                    // Relaxed: the counter only deals out bands; the channel orders their contents.
-                    let deal = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|index| *index < bands);
-                    while let Some(index) = deal() {
-                        if sender.send(read(index)).is_err() {
-                            break;
-                        }
-                    }
-                });
+    /// Stops at an error of the source, which names the tensor.
+    pub fn pack<B: Backend>(
+        &self,
+        backend: &B,
+        linear: &mut B::Linear,
+        first_row: usize,
+        slice: &Slice<'_>,
+    ) -> Result<usize> {
+        let (packed_bytes, error) = (AtomicUsize::new(0), Mutex::new(None));
+        let to_stored = |row: usize| slice.rows.start + row - first_row;
+        let read = |rows: Range<usize>, band: &mut Vec<u8>| {
+            let result = self.read(slice, to_stored(rows.start)..to_stored(rows.end), band);
+            if let Err(e) = result {
+                error.lock().expect("invariant: nothing panics while it holds the error").get_or_insert(e);
+                return false;
             }
-            drop(sender);
-            // An error drops the receiver, which ends the readers at their next band.
-            receiver.into_iter().try_for_each(|band| band.map(&mut pack_band))
-        })
-    }
-
-    fn read(&self, slice: &Slice<'_>, rows: Range<usize>) -> Result<Buffers> {
-        let mut buffers = self.spare().pop().unwrap_or_default();
-        let stored = self.source.read_rows(slice.tensor, rows, slice.columns.clone(), &mut buffers.raw)?;
-        if stored == slice.dtype {
-            std::mem::swap(&mut buffers.raw, &mut buffers.band);
-        } else {
-            convert(&buffers.raw, stored, slice.dtype, &mut buffers.band);
+            // Relaxed: read after all threads are done.
+            packed_bytes.fetch_add(band.len(), Ordering::Relaxed);
+            true
+        };
+        let row_bytes = slice.columns.len() * slice.dtype.size_bytes();
+        let rows = first_row..first_row + slice.rows.len();
+        backend.pack_bands(linear, &Bands::new(rows, row_bytes, &read, &self.bands));
+        match error.into_inner().expect("invariant: nothing panics while it holds the error") {
+            Some(error) => Err(error),
+            None => Ok(packed_bytes.into_inner()),
         }
-        Ok(buffers)
     }
 
-    fn spare(&self) -> std::sync::MutexGuard<'_, Vec<Buffers>> {
-        self.spare.lock().expect("invariant: nothing panics while it holds the spare buffers")
+    fn read(&self, slice: &Slice<'_>, rows: Range<usize>, band: &mut Vec<u8>) -> Result<()> {
+        let columns = slice.columns.clone();
+        if self.source.dtype_of(slice.tensor) == Some(slice.dtype) {
+            self.source.read_rows(slice.tensor, rows, columns, band)?;
+            return Ok(());
+        }
+        let mut raw = self.stored().pop().unwrap_or_default();
+        let stored = self.source.read_rows(slice.tensor, rows, columns, &mut raw)?;
+        convert(&raw, stored, slice.dtype, band);
+        self.stored().push(raw);
+        Ok(())
+    }
+
+    fn stored(&self) -> MutexGuard<'_, Vec<Vec<u8>>> {
+        self.stored.lock().expect("invariant: nothing panics while it holds the spare buffers")
     }
 }
 
@@ -142,6 +123,8 @@ mod tests {
     use super::*;
     use crate::ModelError;
     use crate::source::missing;
+    use lockstep_backend::LinearSpec;
+    use lockstep_backend::cpu::{CpuBackend, CpuOptions};
     use lockstep_core::ModelConfig;
     use std::collections::HashSet;
 
@@ -179,46 +162,57 @@ mod tests {
         }
     }
 
-    fn slice(rows: Range<usize>, dtype: DType) -> Slice<'static> {
-        Slice { tensor: "x", rows, columns: 0..1024, dtype }
+    const COLUMNS: usize = 1024;
+
+    /// Packs `rows` as rows from `first_row` of a matrix and gives the first element of each row of it.
+    fn pack(threads: usize, first_row: usize, rows: Range<usize>, dtype: DType) -> Vec<f32> {
+        let mut backend = CpuBackend::new(CpuOptions { threads, ..CpuOptions::default() }).unwrap();
+        let out_features = first_row + rows.len();
+        let spec = LinearSpec { out_features, in_features: COLUMNS, dtype, leaves: vec![0, COLUMNS] };
+        let mut linear = backend.linear(spec).unwrap();
+        let source = Rows { broken: usize::MAX };
+        let slice = Slice { tensor: "x", rows: rows.clone(), columns: 0..COLUMNS, dtype };
+        let bytes = BandReader::new(&source).pack(&backend, &mut linear, first_row, &slice).unwrap();
+        assert_eq!(bytes, rows.len() * COLUMNS * dtype.size_bytes());
+        let mut out = backend.tensor(out_features, COLUMNS).unwrap();
+        let ids: Vec<u32> = (0..out_features as u32).collect();
+        backend.embed(&linear, 0, &ids, &mut out);
+        let all = backend.read(&out, out_features).into_owned();
+        assert!(all.chunks_exact(COLUMNS).all(|row| row.iter().all(|v| *v == row[0])));
+        all.chunks_exact(COLUMNS).map(|row| row[0]).collect()
     }
 
     #[test]
-    fn every_row_arrives_once_whatever_the_readers_and_types() {
-        let source = Rows { broken: usize::MAX };
-        for readers in [1, 2, 5] {
-            for (rows, dtype) in
-                [(0..0, DType::F32), (3..4, DType::F32), (7..5000, DType::F32), (0..1500, DType::Bf16)]
-            {
-                let mut seen = vec![0; rows.len()];
-                let row_bytes = 1024 * dtype.size_bytes();
-                let start = rows.start;
-                let pack = |first: usize, band: &[u8]| {
-                    for (i, row) in band.chunks_exact(row_bytes).enumerate() {
-                        let value = match dtype {
-                            DType::F32 => f32::from_le_bytes([row[0], row[1], row[2], row[3]]),
-                            _ => bf16::from_le_bytes([row[0], row[1]]).to_f32(),
-                        };
-                        let want = (start + first + i) as f32;
-                        assert_eq!(
-                            value,
-                            if dtype == DType::F32 { want } else { bf16::from_f32(want).to_f32() }
-                        );
-                        seen[first + i] += 1;
-                    }
+    fn every_row_lands_in_its_place_whatever_the_threads_and_types() {
+        for threads in [1, 3] {
+            for (first_row, rows, dtype) in [
+                (0, 3..4, DType::F32),
+                (0, 7..1500, DType::F32),
+                (37, 0..1500, DType::Bf16),
+                (16, 5..900, DType::F16),
+            ] {
+                let rounded = |v: f32| match dtype {
+                    DType::F32 => v,
+                    DType::F16 => f16::from_f32(v).to_f32(),
+                    DType::Bf16 => bf16::from_f32(v).to_f32(),
                 };
-                BandReader::new(&source, readers).for_each(&slice(rows, dtype), pack).unwrap();
-                assert!(seen.iter().all(|n| *n == 1));
+                let zeros = std::iter::repeat_n(0.0, first_row);
+                let want: Vec<f32> = zeros.chain(rows.clone().map(|row| rounded(row as f32))).collect();
+                assert_eq!(pack(threads, first_row, rows, dtype), want, "{threads} threads, {dtype:?}");
             }
         }
     }
 
     #[test]
     fn the_first_error_ends_the_reading() {
+        let backend = CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }).unwrap();
+        let dtype = DType::F32;
+        let spec = LinearSpec { out_features: 5000, in_features: COLUMNS, dtype, leaves: vec![0, COLUMNS] };
+        let mut linear = backend.linear(spec).unwrap();
         let source = Rows { broken: 2000 };
-        let error =
-            BandReader::new(&source, 3).for_each(&slice(0..50_000, DType::F32), |_, _| {}).unwrap_err();
-        assert!(matches!(error, ModelError::Weights(_)), "{error}");
+        let slice = Slice { tensor: "x", rows: 0..5000, columns: 0..COLUMNS, dtype };
+        let error = BandReader::new(&source).pack(&backend, &mut linear, 0, &slice).unwrap_err();
+        assert!(matches!(error, ModelError::Weights(_)) && error.to_string().contains('x'), "{error}");
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! Reads a rank's slices of a checkpoint into packed weights, as the rules say.
 //!
-//! Rows arrive in bands of a few MiB, read ahead on several threads, so that a rank needs little
-//! memory beyond its shard, and only the rank's own rows and columns are read. **Invariant:** every parameter is filled exactly
-//! once: asking for one twice is an error at once, one that nobody asked for is an error at the end
-//! ([`Loader::check_complete`]). What the files hold beside that is reported once.
+//! Rows arrive in bands of about a MiB, read and packed on all threads of the rank's backend, so that
+//! a rank needs little memory beyond its shard, and only the rank's own rows and columns are read.
+//! **Invariant:** every parameter is filled exactly once: asking for one twice is an error at once,
+//! one that nobody asked for is an error at the end ([`Loader::check_complete`]). What the files hold beside that is reported once.
 
 use crate::bands::{BandReader, Slice};
 use crate::rules::ModelRules;
@@ -16,8 +16,6 @@ use std::cell::RefCell;
 use std::collections::HashSet;
 use std::ops::Range;
 
-/// Threads that read ahead, at most: beyond that the packer is what everything waits for.
-const READERS_MAX: usize = 8;
 /// Parameters that an error names one by one.
 const NAMED_MAX: usize = 5;
 
@@ -52,9 +50,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         dtype: Option<DType>,
         progress: Progress<'a>,
     ) -> Self {
-        // The ranks of a host share its cores.
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let bands = BandReader::new(source, (cores / parallel.tp_size).clamp(1, READERS_MAX));
+        let bands = BandReader::new(source);
         Self { source, backend, parallel, dtype, progress, bands, state: RefCell::default() }
     }
 
@@ -159,11 +155,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     ) -> Result<usize> {
         let rows = piece.local_rows(self.parallel);
         let slice = Slice { tensor: &piece.tensor, rows: rows.clone(), columns: columns.clone(), dtype };
-        let mut packed_bytes = 0;
-        self.bands.for_each(&slice, |row, band| {
-            self.backend.pack_rows(linear, first_row + row, band);
-            packed_bytes += band.len();
-        })?;
+        let packed_bytes = self.bands.pack(self.backend, linear, first_row, &slice)?;
         let expected = rows.len() * columns.len() * dtype.size_bytes();
         assert_eq!(packed_bytes, expected, "invariant: a source gives every element of {}", piece.tensor);
         self.state.borrow_mut().packed_bytes += packed_bytes as u64;

@@ -41,7 +41,7 @@ pub use simd::Isa;
 pub use tensor::{CpuTensor, CpuVector};
 
 use crate::{
-    Attention, Backend, ExpertWeights, KvLayout, LinearSpec, MoeArgs, MoeShape, ReduceAddNorm, Result,
+    Attention, Backend, Bands, ExpertWeights, KvLayout, LinearSpec, MoeArgs, MoeShape, ReduceAddNorm, Result,
     RopeAndStore,
 };
 use lockstep_comm::collective::Collective;
@@ -133,7 +133,11 @@ impl Backend for CpuBackend {
     }
 
     fn pack_rows(&self, linear: &mut PackedLinear, first_row: usize, data: &[u8]) {
-        linear.pack_rows(&self.pool, first_row, data);
+        linear.pack_rows(self.isa, &self.pool, first_row, data);
+    }
+
+    fn pack_bands(&self, linear: &mut PackedLinear, bands: &Bands<'_>) {
+        linear.pack_bands(self.isa, &self.pool, bands);
     }
 
     fn linear_bytes(&self, linear: &PackedLinear) -> usize {

@@ -7,16 +7,16 @@
 
 use super::memory::{Arena, Region};
 use super::pool::ThreadPool;
-use super::simd::LANES;
-use crate::{LinearSpec, Result};
+use super::simd::{Isa, Kernel, LANES, Simd};
+use crate::bands::BAND_ROWS_STEP;
+use crate::{Bands, LinearSpec, Result};
 use half::{bf16, f16};
 use lockstep_core::DType;
 use lockstep_core::limits::K_LEAVES;
 
-/// Inputs that `pack` turns at a time: two cache lines of each of 16 rows of 16-bit elements.
-const PACK_INPUTS: usize = 64;
 /// Bytes below which packing runs on the caller alone.
 const PACK_PARALLEL_BYTES: usize = 256 << 10;
+const _: () = assert!(BAND_ROWS_STEP.is_multiple_of(LANES), "bands meet at whole tiles");
 
 /// A packed weight matrix.
 pub struct PackedLinear {
@@ -67,25 +67,39 @@ impl PackedLinear {
 
     /// Packs output rows `first_row..`; see [`crate::Backend::pack_rows`]. Panics when `data` is not
     /// whole rows or they do not fit.
-    pub(super) fn pack_rows(&mut self, pool: &ThreadPool, first_row: usize, data: &[u8]) {
-        let row_bytes = self.spec.in_features * self.spec.dtype.size_bytes();
-        if row_bytes == 0 || data.is_empty() {
-            return;
-        }
-        let rows = data.len() / row_bytes;
-        assert_eq!(rows * row_bytes, data.len(), "a band is whole rows of {row_bytes} bytes");
-        assert!(first_row + rows <= self.spec.out_features, "the band lies inside the matrix");
-        let band = Band { first_row, rows, row_bytes, data, packed: Packed(self.region.as_mut_ptr()) };
-        let (first_tile, end_tile) = (first_row / LANES, (first_row + rows).div_ceil(LANES));
-        let tiles = end_tile - first_tile;
+    pub(super) fn pack_rows(&mut self, isa: Isa, pool: &ThreadPool, first_row: usize, data: &[u8]) {
+        let packer = self.packer(isa);
+        let Some(band) = packer.band(first_row, data) else { return };
+        let first_tile = first_row / LANES;
+        let tiles = (first_row + band.rows).div_ceil(LANES) - first_tile;
         let chunks = if data.len() < PACK_PARALLEL_BYTES { 1 } else { tiles.min(4 * pool.threads()) };
-        let two_bytes = self.spec.dtype.size_bytes() == 2;
         pool.run(chunks, &|chunk, _| {
             for tile in first_tile + chunk * tiles / chunks..first_tile + (chunk + 1) * tiles / chunks {
-                // SAFETY: a tile belongs to one chunk, and the region holds every tile.
-                unsafe { if two_bytes { band.pack_tile::<2>(tile) } else { band.pack_tile::<4>(tile) } }
+                // SAFETY: a tile belongs to one chunk.
+                unsafe { packer.pack_tile(&band, tile) };
             }
         });
+    }
+
+    /// Reads and packs `bands`, each by one thread from its file to its tiles, so that it is packed
+    /// out of that core's cache and no thread waits for another. Panics when a band is not whole
+    /// rows or they do not fit.
+    pub(super) fn pack_bands(&mut self, isa: Isa, pool: &ThreadPool, bands: &Bands<'_>) {
+        let packer = self.packer(isa);
+        pool.run(bands.count(), &|index, _| {
+            bands.with_band(index, |first_row, data| {
+                let Some(band) = packer.band(first_row, data) else { return };
+                for tile in first_row / LANES..(first_row + band.rows).div_ceil(LANES) {
+                    // SAFETY: bands meet at whole tiles, so a tile belongs to one chunk.
+                    unsafe { packer.pack_tile(&band, tile) };
+                }
+            });
+        });
+    }
+
+    fn packer(&mut self, isa: Isa) -> Packer<'_> {
+        let packed = Packed(self.region.as_mut_ptr());
+        Packer { isa, spec: &self.spec, packed }
     }
 
     /// Copies output row `row` widened to f32 into `out` (embedding lookup).
@@ -110,38 +124,128 @@ impl PackedLinear {
 /// The packed memory, written tile by tile.
 struct Packed(*mut u8);
 
-// SAFETY: `pack_rows` gives each tile to one chunk.
+// SAFETY: a tile is written by one thread, as `Packer::pack_tile` demands.
 unsafe impl Sync for Packed {}
 
-/// Rows on their way into a matrix.
-struct Band<'a> {
-    first_row: usize,
-    rows: usize,
-    row_bytes: usize,
-    data: &'a [u8],
+/// Writes tiles of one matrix, which it holds for itself.
+struct Packer<'a> {
+    isa: Isa,
+    spec: &'a LinearSpec,
     packed: Packed,
 }
 
-impl Band<'_> {
-    /// Interleaves the band's rows of one tile. `E` is the element size.
+/// Rows on their way into a matrix; they lie inside it.
+struct Band<'a> {
+    first_row: usize,
+    rows: usize,
+    data: &'a [u8],
+}
+
+impl Packer<'_> {
+    fn row_bytes(&self) -> usize {
+        self.spec.in_features * self.spec.dtype.size_bytes()
+    }
+
+    /// The rows from `first_row` that `data` holds, if any.
+    fn band<'d>(&self, first_row: usize, data: &'d [u8]) -> Option<Band<'d>> {
+        let row_bytes = self.row_bytes();
+        if row_bytes == 0 || data.is_empty() {
+            return None;
+        }
+        let rows = data.len() / row_bytes;
+        assert_eq!(rows * row_bytes, data.len(), "a band is whole rows of {row_bytes} bytes");
+        assert!(first_row + rows <= self.spec.out_features, "the band lies inside the matrix");
+        Some(Band { first_row, rows, data })
+    }
+
+    /// Interleaves the band's rows of one tile.
     ///
     /// # Safety
-    /// `packed` holds the whole tile and nobody else touches it meanwhile.
-    unsafe fn pack_tile<const E: usize>(&self, tile: usize) {
-        let inputs = self.row_bytes / E;
-        let first = (tile * LANES).max(self.first_row);
-        let end = ((tile + 1) * LANES).min(self.first_row + self.rows);
-        // SAFETY: the tile starts there by the caller's promise.
-        let target = unsafe { self.packed.0.add(tile * LANES * self.row_bytes) };
-        for from in (0..inputs).step_by(PACK_INPUTS) {
-            let to = inputs.min(from + PACK_INPUTS);
-            for row in first..end {
-                let (elements, _) = self.data[(row - self.first_row) * self.row_bytes..].as_chunks::<E>();
-                for (k, element) in elements[from..to].iter().enumerate() {
-                    let index = (from + k) * LANES + row % LANES;
-                    // SAFETY: `index < inputs * 16`, the elements of the tile; arrays of bytes
-                    // need no alignment.
-                    unsafe { target.cast::<[u8; E]>().add(index).write(*element) };
+    /// The tile holds rows of the band, and nobody else touches it meanwhile.
+    unsafe fn pack_tile(&self, band: &Band<'_>, tile: usize) {
+        let row_bytes = self.row_bytes();
+        let rows = (tile * LANES).max(band.first_row)..((tile + 1) * LANES).min(band.first_row + band.rows);
+        let data = &band.data[(rows.start - band.first_row) * row_bytes..][..rows.len() * row_bytes];
+        // SAFETY: the region holds every tile of the matrix, and the band lies inside it.
+        let target = unsafe { self.packed.0.add(tile * LANES * row_bytes) };
+        let two_bytes = self.spec.dtype.size_bytes() == 2;
+        if rows.len() == LANES && row_bytes.is_multiple_of(size_of::<u32>()) {
+            let tile =
+                WholeTile { rows: data.as_ptr(), words: row_bytes / size_of::<u32>(), two_bytes, target };
+            // SAFETY: `data` is 16 rows, the target a tile of its own by the caller's promise; the
+            // machine supports the backend's instruction set.
+            return unsafe { self.isa.run(tile) };
+        }
+        // SAFETY: the target is a tile, held alone by the caller's promise; `data` its rows.
+        unsafe {
+            match two_bytes {
+                true => pack_lanes::<2>(data, row_bytes, rows.start % LANES, target),
+                false => pack_lanes::<4>(data, row_bytes, rows.start % LANES, target),
+            }
+        }
+    }
+}
+
+/// Interleaves whole rows as lanes `first_lane..` of a tile. `E` is the element size.
+///
+/// # Safety
+/// `target` is valid for 16 rows, `data` holds at most the lanes from `first_lane` on, and nobody
+/// else touches the tile.
+unsafe fn pack_lanes<const E: usize>(data: &[u8], row_bytes: usize, first_lane: usize, target: *mut u8) {
+    for (row, bytes) in data.chunks_exact(row_bytes).enumerate() {
+        for (k, element) in bytes.as_chunks::<E>().0.iter().enumerate() {
+            // SAFETY: `k` is an input and `first_lane + row` a lane of the tile; arrays of bytes need
+            // no alignment.
+            unsafe { target.cast::<[u8; E]>().add(k * LANES + first_lane + row).write(*element) };
+        }
+    }
+}
+
+/// Interleaves 16 whole rows of 32-bit words, each one element or two of 16 bits: squares of 16 x 16
+/// words turn in registers, then pairs come apart. Only bits move, so that every instruction set
+/// writes the same.
+#[derive(Clone, Copy)]
+struct WholeTile {
+    rows: *const u8,
+    /// Of a row.
+    words: usize,
+    two_bytes: bool,
+    target: *mut u8,
+}
+
+impl Kernel for WholeTile {
+    type Output = ();
+
+    /// # Safety
+    /// `rows` is valid for reading and `target` for writing 16 rows of `words` words.
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for from in (0..self.words).step_by(LANES) {
+            let count = LANES.min(self.words - from);
+            // SAFETY: words `from..from + count` of 16 rows are inside by the caller's promise; each
+            // becomes 64 bytes of the tile, in the order of words. Rows need no alignment.
+            unsafe {
+                let mut square = [S::splat(0.0); LANES];
+                for row in 0..LANES {
+                    let words = self.rows.add((row * self.words + from) * size_of::<u32>()).cast::<f32>();
+                    square[row] = if count == LANES { S::load(words) } else { S::load_partial(words, count) };
+                }
+                let square = S::transpose(square);
+                for k in 0..count {
+                    let target = self.target.add((from + k) * LANES * size_of::<u32>());
+                    if self.two_bytes {
+                        let mut words = [0u32; LANES];
+                        S::store(words.as_mut_ptr().cast(), square[k]);
+                        let (mut low, mut high) = ([0u16; LANES], [0u16; LANES]);
+                        for lane in 0..LANES {
+                            low[lane] = words[lane] as u16;
+                            high[lane] = (words[lane] >> 16) as u16;
+                        }
+                        target.cast::<[u16; LANES]>().write(low);
+                        target.cast::<[u16; LANES]>().add(1).write(high);
+                    } else {
+                        S::store(target.cast(), square[k]);
+                    }
                 }
             }
         }

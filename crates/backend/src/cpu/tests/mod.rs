@@ -4,6 +4,7 @@ mod attention;
 mod elementwise;
 mod matmul;
 mod moe;
+mod packing;
 mod pointwise;
 mod reference;
 
