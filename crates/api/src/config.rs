@@ -1,5 +1,7 @@
 //! What the launcher tells the api when it starts; never changed afterwards.
 
+use crate::keys::ApiKeys;
+use crate::parsers::ParserChoice;
 use lockstep_core::limits::HTTP_BODY_BYTES_MAX;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -21,6 +23,10 @@ pub struct ApiConfig {
     pub default_sampling: SamplingDefaults,
     /// Why chat requests cannot be rendered; `None` when they can.
     pub chat_error: Option<String>,
+    /// How the model writes tool calls and reasoning; with neither, answers are text and `tools` are refused.
+    pub parsers: ParserChoice,
+    /// Requests must carry one of these; empty: nobody is asked for a key.
+    pub api_keys: ApiKeys,
     /// Refuse unknown request fields instead of counting them.
     pub strict_api: bool,
     /// Largest request body in bytes; above it the answer is 413.
@@ -43,6 +49,8 @@ impl ApiConfig {
             running_max: 64,
             default_sampling: SamplingDefaults::default(),
             chat_error: None,
+            parsers: ParserChoice::default(),
+            api_keys: ApiKeys::default(),
             strict_api: false,
             body_bytes_max: HTTP_BODY_BYTES_MAX,
             created: unix_seconds(),

@@ -7,7 +7,8 @@ use crate::config::unix_seconds;
 use crate::connection::Connection;
 use crate::engine::EngineClient;
 use crate::metrics;
-use crate::request::{self, Endpoint, policy::FieldPolicy};
+use crate::parsers::{ReasoningFormat, ToolFormat};
+use crate::request::{self, Call, Endpoint, policy::FieldPolicy};
 use crate::respond::{Answer, json, refuse};
 use axum::body::Body;
 use axum::extract::rejection::PathRejection;
@@ -63,10 +64,10 @@ async fn submit(
     request: Request<Body>,
 ) -> Result<(Pending, bool), Refusal> {
     let body = read_object(request, app.config.body_bytes_max).await?;
-    let call = request::validate(endpoint, &body, &app.config, &app.policy)?;
+    let mut call = request::validate(endpoint, &body, &app.config, &app.policy)?;
     drop(body);
     let hold = connection.hold();
-    let generation = app.engine.submit(call.requests, call.n)?;
+    let generation = app.engine.submit(std::mem::take(&mut call.requests), call.n)?;
     let prefix = match endpoint {
         Endpoint::Chat => "chatcmpl",
         Endpoint::Completions => "cmpl",
@@ -77,7 +78,8 @@ async fn submit(
     let shape = Shape { include_usage: call.include_usage, logprobs: call.logprobs };
     let head = Head::new(endpoint, id, unix_seconds(), model, shape);
     let per_prompt = call.n;
-    Ok((Pending { generation, hold, head, per_prompt, echo_only: call.echo_only }, call.stream))
+    let Call { parsing, echo_only, stream, .. } = call;
+    Ok((Pending { generation, hold, head, per_prompt, parsing, echo_only }, stream))
 }
 
 /// `GET /v1/models`
@@ -158,6 +160,8 @@ pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Answer {
             "unknown_fields": app.policy.unknown(),
             "strict_api": config.strict_api,
             "chat_error": config.chat_error,
+            "tool_call_parser": config.parsers.tools.map(ToolFormat::name),
+            "reasoning_parser": config.parsers.reasoning.map(ReasoningFormat::name),
             "refusing": app.engine.refusing().map(|refusal| refusal.message),
         },
         "processes": config.processes,

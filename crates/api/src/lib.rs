@@ -10,7 +10,7 @@
 //!
 //! Runs in the launcher process, on its single-threaded event loop. A request passes through four
 //! steps, one module each: parse (`body`), validate (`request`), submit ([`engine`]), answer
-//! (`answer`); `handlers` strings them together. Reading order: those, then [`server`] and
+//! (`answer`, which takes text apart with [`parsers`]); `handlers` strings them together. Reading order: those, then [`server`] and
 //! `connection`. The behaviour of every field is in
 //! `docs/api.md`.
 
@@ -23,6 +23,7 @@ pub mod engine;
 pub mod error;
 mod fields;
 mod handlers;
+pub mod keys;
 mod metrics;
 pub mod parsers;
 mod request;
@@ -33,4 +34,5 @@ pub use config::{ApiConfig, ProcessInfo, REQUESTS_OPEN_MAX, SamplingDefaults};
 pub use control::{Ended, ServerControl, ServerHandle};
 pub use engine::{EngineClient, EngineInbound, EngineLink, Outbound, dispatch};
 pub use error::ApiError;
+pub use keys::ApiKeys;
 pub use server::serve;

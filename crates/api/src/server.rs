@@ -3,11 +3,13 @@
 use crate::connection::{ClientListener, Connection};
 use crate::control::Phase;
 use crate::handlers::{self, App};
+use crate::keys;
 use crate::request::policy::FieldPolicy;
 use crate::respond::{Answer, refuse};
 use crate::{ApiConfig, ApiError, Ended, EngineClient, ServerControl};
 use axum::Router;
 use axum::http::header;
+use axum::middleware;
 use axum::routing::{get, post};
 use lockstep_core::Refusal;
 use std::any::Any;
@@ -41,7 +43,9 @@ pub async fn serve(
     // Only a label: without randomness ids may repeat between runs, nothing else.
     let run_id = getrandom::u32().unwrap_or_default();
     let app = Arc::new(App { config, engine: engine.clone(), policy: FieldPolicy::default(), run_id });
-    let service = with_layers(routes(app)).into_make_service_with_connect_info::<Connection>();
+    let keys = Arc::new(app.config.api_keys.clone());
+    let routes = routes(app).layer(middleware::from_fn_with_state(keys, keys::check));
+    let service = with_layers(routes).into_make_service_with_connect_info::<Connection>();
     let (stop, stopped) = oneshot::channel::<()>();
     let shutdown = async {
         // Errors only when `serve` itself was dropped.

@@ -7,6 +7,7 @@
 //! every [`PROBE_INTERVAL`] (an SSE comment, or a line feed, which JSON allows before a value).
 
 mod logprobs;
+mod parts;
 mod shape;
 mod stream;
 mod whole;
@@ -15,10 +16,11 @@ pub(crate) use shape::{Head, Shape};
 
 use crate::connection::{Connection, Hold};
 use crate::engine::Generation;
-use crate::request::Endpoint;
+use crate::request::{Endpoint, Parsing};
 use crate::respond::{Answer, refuse};
 use lockstep_core::{FinishReason, Refusal, RequestId};
 use lockstep_wire::{Delta, TextLogprobs, Usage};
+use parts::Reader;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -34,6 +36,8 @@ pub(crate) struct Pending {
     pub(crate) head: Head,
     /// Choices in a row that have the same prompt (`n`).
     pub(crate) per_prompt: usize,
+    /// How the text is taken apart; `None`: it is not.
+    pub(crate) parsing: Option<Parsing>,
     /// Show the echoed prompt only; see [`Piece::of`].
     pub(crate) echo_only: bool,
 }
@@ -47,6 +51,11 @@ impl Pending {
             per_prompt: self.per_prompt.max(1),
             started: Instant::now(),
         }
+    }
+
+    /// One per choice, at its beginning.
+    fn readers(&self) -> impl Iterator<Item = Reader> {
+        (0..self.generation.choices()).map(|i| Reader::new(self.parsing.as_ref(), self.head.id(), i))
     }
 }
 

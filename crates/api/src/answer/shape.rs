@@ -1,9 +1,10 @@
 //! The JSON of answers, field by field as OpenAI writes it.
 
 use super::logprobs::{LogprobsBody, TextOffset};
+use super::parts::{Joined, JoinedCall};
+use crate::parsers::Event as Part;
 use crate::request::{Endpoint, LogprobsWish};
 use crate::respond::to_json;
-use lockstep_core::FinishReason;
 use lockstep_wire::{TextLogprobs, Usage};
 use serde::Serialize;
 
@@ -28,9 +29,10 @@ pub(crate) struct Shape {
 
 /// A choice of a whole answer.
 pub(super) struct WholeChoice {
-    pub(super) text: String,
+    pub(super) joined: Joined,
     pub(super) tokens: Vec<TextLogprobs>,
-    pub(super) finish: FinishReason,
+    /// As OpenAI names it.
+    pub(super) finish: &'static str,
 }
 
 #[derive(Serialize)]
@@ -75,7 +77,71 @@ struct Message<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    content: Option<&'a str>,
+    reasoning_content: Option<&'a str>,
+    /// Absent, null (a message that only calls), or the text.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content: Option<Option<&'a str>>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<CallBody<'a>>,
+}
+
+/// A tool call, or in a chunk what is new of it.
+#[derive(Serialize)]
+struct CallBody<'a> {
+    /// Its place in the answer; chunks only.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    index: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<&'a str>,
+    #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
+    kind: Option<&'static str>,
+    function: FunctionBody<'a>,
+}
+
+#[derive(Serialize)]
+struct FunctionBody<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<&'a str>,
+    arguments: &'a str,
+}
+
+impl<'a> CallBody<'a> {
+    /// A call with its id and name, in a chunk if it has an `index`.
+    fn new(index: Option<usize>, id: &'a str, name: &'a str, arguments: &'a str) -> Self {
+        let function = FunctionBody { name: Some(name), arguments };
+        Self { index, id: Some(id), kind: Some("function"), function }
+    }
+}
+
+impl<'a> Message<'a> {
+    /// The message of a whole answer.
+    fn whole(joined: &'a Joined) -> Self {
+        let Joined { text, reasoning, calls } = joined;
+        let call = |call: &'a JoinedCall| CallBody::new(None, &call.id, &call.name, &call.arguments);
+        Self {
+            role: Some("assistant"),
+            reasoning_content: (!reasoning.is_empty()).then_some(reasoning),
+            content: Some((calls.is_empty() || !text.is_empty()).then_some(text)),
+            tool_calls: calls.iter().map(call).collect(),
+        }
+    }
+
+    /// The delta that carries a part.
+    fn delta(part: &'a Part) -> Self {
+        let mut delta = Self::default();
+        match part {
+            Part::TextDelta(text) => delta.content = Some(Some(text)),
+            Part::ReasoningDelta(text) => delta.reasoning_content = Some(text),
+            Part::ToolCallStart { index, id, name } => {
+                delta.tool_calls.push(CallBody::new(Some(*index), id, name, ""));
+            }
+            Part::ToolCallArgumentsDelta { index, text } => {
+                let function = FunctionBody { name: None, arguments: text };
+                delta.tool_calls.push(CallBody { index: Some(*index), id: None, kind: None, function });
+            }
+        }
+        delta
+    }
 }
 
 /// A completions choice, whole or in a chunk.
@@ -127,13 +193,13 @@ impl Head {
         let usage = Some(Some(usage.into()));
         let numbered = choices.iter().enumerate().map(|(i, choice)| {
             let logprobs = self.logprobs(&choice.tokens, &mut TextOffset::default());
-            (i, choice.text.as_str(), choice.finish.as_openai(), logprobs)
+            (i, &choice.joined, choice.finish, logprobs)
         });
         match self.endpoint {
             Endpoint::Chat => {
-                let choice = |(index, text, finish, logprobs)| ChatChoice {
+                let choice = |(index, joined, finish, logprobs)| ChatChoice {
                     index,
-                    message: Some(Message { role: Some("assistant"), content: Some(text) }),
+                    message: Some(Message::whole(joined)),
                     delta: None,
                     logprobs,
                     finish_reason: Some(finish),
@@ -141,30 +207,30 @@ impl Head {
                 self.envelope("chat.completion", &numbered.map(choice).collect::<Vec<_>>(), usage)
             }
             Endpoint::Completions => {
-                let choice = |(index, text, finish, logprobs)| TextChoice {
+                let choices = numbered.map(|(index, joined, finish, logprobs)| TextChoice {
                     index,
-                    text,
+                    text: &joined.text,
                     logprobs,
                     finish_reason: Some(finish),
-                };
-                self.envelope("text_completion", &numbered.map(choice).collect::<Vec<_>>(), usage)
+                });
+                self.envelope("text_completion", &choices.collect::<Vec<_>>(), usage)
             }
         }
     }
 
     /// The chunk that opens a choice; chat only.
     pub(super) fn role_chunk(&self, index: usize) -> Option<String> {
-        let delta = Message { role: Some("assistant"), content: Some("") };
+        let delta = Message { role: Some("assistant"), content: Some(Some("")), ..Message::default() };
         (self.endpoint == Endpoint::Chat).then(|| self.chat_chunk(index, delta, None, None))
     }
 
-    /// A chunk with new text.
-    pub(super) fn text_chunk(&self, index: usize, text: &str, logprobs: Option<LogprobsBody>) -> String {
-        match self.endpoint {
-            Endpoint::Chat => {
-                self.chat_chunk(index, Message { role: None, content: Some(text) }, None, logprobs)
+    /// A chunk with a part of the answer; completions have text only.
+    pub(super) fn part_chunk(&self, index: usize, part: &Part, logprobs: Option<LogprobsBody>) -> String {
+        match (self.endpoint, part) {
+            (Endpoint::Completions, Part::TextDelta(text)) => {
+                self.text_completion_chunk(index, text, None, logprobs)
             }
-            Endpoint::Completions => self.text_completion_chunk(index, text, None, logprobs),
+            _ => self.chat_chunk(index, Message::delta(part), None, logprobs),
         }
     }
 
@@ -172,10 +238,10 @@ impl Head {
     pub(super) fn finish_chunk(
         &self,
         index: usize,
-        finish: FinishReason,
+        finish: &'static str,
         logprobs: Option<LogprobsBody>,
     ) -> String {
-        let finish = Some(finish.as_openai());
+        let finish = Some(finish);
         match self.endpoint {
             Endpoint::Chat => self.chat_chunk(index, Message::default(), finish, logprobs),
             Endpoint::Completions => self.text_completion_chunk(index, "", finish, logprobs),

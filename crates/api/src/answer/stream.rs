@@ -1,11 +1,13 @@
 //! The answer as server-sent events, by the letter: `data: <one line of JSON>` and an empty line
 //! per event, `data: [DONE]` last, comments while nothing happens.
 //!
-//! Per choice: (chat) one chunk with the role, chunks with text, one chunk with `finish_reason`.
-//! A delta without text makes no chunk; its log-probabilities come with the next one. A failure makes an error event in OpenAI's nested form,
-//! and the stream ends there, without `[DONE]`: an answer that was cut must not look complete.
+//! Per choice: (chat) one chunk with the role, chunks with text, reasoning and tool calls as they are
+//! decided, one chunk with `finish_reason`. A delta that decides nothing makes no chunk; its
+//! log-probabilities come with the next one. A failure makes an error event in OpenAI's nested form, and the
+//! stream ends there, without `[DONE]`: an answer that was cut must not look complete.
 
 use super::logprobs::TextOffset;
+use super::parts::Reader;
 use super::{Choices, PROBE_INTERVAL, Pending, Piece, half_close_patience, in_terms_of, refused};
 use crate::engine::Event;
 use crate::respond::{Answer, error_json};
@@ -30,8 +32,8 @@ struct EventStream {
 }
 
 /// What a client has of one choice.
-#[derive(Clone, Default)]
 struct Sent {
+    reader: Reader,
     /// The role chunk.
     is_opened: bool,
     /// Tokens whose log-probabilities no chunk has carried yet.
@@ -39,9 +41,15 @@ struct Sent {
     offset: TextOffset,
 }
 
+impl Sent {
+    /// Nothing is out yet.
+    fn nothing(reader: Reader) -> Self {
+        Self { reader, is_opened: false, held: Vec::new(), offset: TextOffset::default() }
+    }
+}
+
 pub(super) async fn answer(mut pending: Pending) -> Answer {
     let connection = pending.hold.connection().clone();
-    let count = pending.generation.choices();
     let choices = pending.choices();
     let first = tokio::select! {
         biased;
@@ -51,13 +59,8 @@ pub(super) async fn answer(mut pending: Pending) -> Answer {
     if let Some((_, Event::Refused(refusal))) = first {
         return refused(&pending.head, refusal);
     }
-    let stream = EventStream {
-        pending,
-        choices,
-        sent: vec![Sent::default(); count],
-        first,
-        quiet_since: Instant::now(),
-    };
+    let sent = pending.readers().map(Sent::nothing).collect();
+    let stream = EventStream { pending, choices, sent, first, quiet_since: Instant::now() };
     let mut answer = Response::new(Body::from_stream(futures::stream::unfold(Some(stream), next_frames)));
     let headers = answer.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
@@ -113,13 +116,16 @@ impl EventStream {
             sent.is_opened = true;
             head.role_chunk(index).iter().for_each(|chunk| push_frame(&mut frames, chunk));
         }
-        if !piece.text.is_empty() {
-            let logprobs = head.logprobs(&std::mem::take(&mut sent.held), &mut sent.offset);
-            push_frame(&mut frames, &head.text_chunk(index, &piece.text, logprobs));
+        let parts = sent.reader.read(&piece.text, piece.finish.is_some());
+        for (i, part) in parts.iter().enumerate() {
+            let held = std::mem::take(&mut sent.held);
+            let logprobs = (i == 0).then(|| head.logprobs(&held, &mut sent.offset)).flatten();
+            push_frame(&mut frames, &head.part_chunk(index, part, logprobs));
         }
         if let Some(finish) = piece.finish {
             let held = std::mem::take(&mut sent.held);
             let logprobs = (!held.is_empty()).then(|| head.logprobs(&held, &mut sent.offset)).flatten();
+            let finish = sent.reader.finish_reason(finish);
             push_frame(&mut frames, &head.finish_chunk(index, finish, logprobs));
         }
         let last = self.choices.record(index, &piece);

@@ -1,5 +1,6 @@
 //! The answer as one JSON document.
 
+use super::parts::{Joined, Reader};
 use super::shape::WholeChoice;
 use super::{Choices, PROBE_INTERVAL, Pending, Piece, half_close_patience, in_terms_of, refused};
 use crate::engine::Event;
@@ -14,7 +15,14 @@ use std::convert::Infallible;
 struct Collector {
     pending: Pending,
     choices: Choices,
-    parts: Vec<(String, Vec<TextLogprobs>)>,
+    parts: Vec<Parts>,
+}
+
+/// What has come of one choice.
+struct Parts {
+    reader: Reader,
+    joined: Joined,
+    tokens: Vec<TextLogprobs>,
 }
 
 pub(super) async fn answer(pending: Pending) -> Answer {
@@ -50,7 +58,8 @@ fn probing_body(collector: Collector) -> Body {
 
 impl Collector {
     fn new(pending: Pending) -> Self {
-        let parts = vec![Default::default(); pending.generation.choices()];
+        let empty = |reader| Parts { reader, joined: Joined::default(), tokens: Vec::new() };
+        let parts = pending.readers().map(empty).collect();
         Self { choices: pending.choices(), pending, parts }
     }
 
@@ -60,8 +69,9 @@ impl Collector {
             match self.pending.generation.next().await {
                 (choice, Event::Delta(delta)) => {
                     let mut piece = Piece::of(delta, self.pending.echo_only);
-                    let (text, tokens) = &mut self.parts[choice];
-                    text.push_str(&piece.text);
+                    let Parts { reader, joined, tokens } = &mut self.parts[choice];
+                    let parts = reader.read(&piece.text, piece.finish.is_some());
+                    parts.into_iter().for_each(|part| joined.add(part));
                     tokens.append(&mut piece.tokens);
                     if self.choices.record(choice, &piece) {
                         return Ok(self.document());
@@ -75,7 +85,11 @@ impl Collector {
     fn document(&mut self) -> String {
         let parts = std::mem::take(&mut self.parts).into_iter();
         let finishes = self.choices.list.iter().map(|choice| choice.finish.unwrap_or(FinishReason::Abort));
-        let whole = parts.zip(finishes).map(|((text, tokens), finish)| WholeChoice { text, tokens, finish });
+        let whole = parts.zip(finishes).map(|(Parts { reader, joined, tokens }, finish)| WholeChoice {
+            joined,
+            tokens,
+            finish: reader.finish_reason(finish),
+        });
         self.pending.head.whole(&whole.collect::<Vec<_>>(), self.choices.usage())
     }
 }

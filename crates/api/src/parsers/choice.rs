@@ -96,6 +96,11 @@ impl ReasoningFormat {
         matches!(self, Self::Mistral | Self::Kimi)
     }
 
+    /// What ends reasoning in the text.
+    pub fn close(self) -> &'static str {
+        self.tags().close
+    }
+
     pub(super) fn tags(self) -> super::reasoning::Tags {
         let (open, close) = match self {
             Self::Think | Self::DeepSeekR1 => ("<think>", "</think>"),

@@ -71,7 +71,7 @@ impl Function {
 }
 
 /// What one answer is parsed with.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct AnswerSetup {
     /// How calls are written; `None` leaves them in the text (requests without tools).
     pub tools: Option<ToolFormat>,

@@ -6,6 +6,7 @@
 //! tool calls become the object they spell, which is what chat templates expect. Roles reach the
 //! template as sent, `developer` too: whether it means `system` is the template's to say.
 
+use super::tools::Tools;
 use crate::ApiConfig;
 use crate::fields::{Fields, kind};
 use lockstep_core::Refusal;
@@ -15,7 +16,12 @@ use serde_json::{Map, Value};
 /// Roles of OpenAI's API that have a meaning for a text model.
 const ROLES: &[&str] = &["system", "developer", "user", "assistant", "tool"];
 
-pub(super) fn prompt(fields: &Fields<'_>, config: &ApiConfig) -> Result<Prompt, Refusal> {
+/// The prompt, and whether it ends inside reasoning.
+pub(super) fn prompt(
+    fields: &Fields<'_>,
+    config: &ApiConfig,
+    tools: Option<&Tools>,
+) -> Result<(Prompt, bool), Refusal> {
     if let Some(reason) = &config.chat_error {
         return Err(Refusal::invalid(reason.clone()).with_code("chat_template_missing"));
     }
@@ -27,14 +33,38 @@ pub(super) fn prompt(fields: &Fields<'_>, config: &ApiConfig) -> Result<Prompt, 
     }
     let messages =
         list.iter().enumerate().map(|(i, item)| message(i, item)).collect::<Result<Vec<_>, _>>()?;
-    let kwargs = fields.object("chat_template_kwargs")?;
+    let kwargs = template_kwargs(fields)?;
     let add_generation_prompt = fields.boolean("add_generation_prompt")?.unwrap_or(true);
-    Ok(Prompt::Chat(ChatMessages {
+    let begins_in_reasoning = add_generation_prompt && config.parsers.begins_in_reasoning(&kwargs);
+    let prompt = Prompt::Chat(ChatMessages {
         messages_json: Value::Array(messages).to_string(),
-        tools_json: None,
-        template_kwargs_json: kwargs.filter(|map| !map.is_empty()).map(crate::respond::to_json),
+        tools_json: tools.map(|tools| tools.json.clone()),
+        template_kwargs_json: (!kwargs.is_empty()).then(|| crate::respond::to_json(&kwargs)),
         add_generation_prompt,
-    }))
+    });
+    Ok((prompt, begins_in_reasoning))
+}
+
+/// `chat_template_kwargs` and the fields of the request that reach the template the same way.
+fn template_kwargs(fields: &Fields<'_>) -> Result<Map<String, Value>, Refusal> {
+    let mut kwargs = fields.object("chat_template_kwargs")?.cloned().unwrap_or_default();
+    if let Some(name) = fields.string("chat_template")? {
+        kwargs.insert("chat_template".into(), name.into());
+    }
+    if let Some(documents) = fields.list("documents")?.filter(|list| !list.is_empty()) {
+        if let Some(other) = documents.iter().find(|document| !document.is_object()) {
+            return Err(fields.invalid("documents", format!("must hold objects only, got {}", kind(other))));
+        }
+        kwargs.insert("documents".into(), documents.into());
+    }
+    if fields.boolean("continue_final_message")? == Some(true) {
+        if fields.boolean("add_generation_prompt")? == Some(true) {
+            let message = "goes on with the last message, so add_generation_prompt cannot be true beside it";
+            return Err(fields.invalid("continue_final_message", message));
+        }
+        kwargs.insert("continue_final_message".into(), true.into());
+    }
+    Ok(kwargs)
 }
 
 fn message(index: usize, item: &Value) -> Result<Value, Refusal> {

@@ -3,11 +3,13 @@
 
 mod chat;
 mod completions;
+mod forced;
 pub(crate) mod policy;
 mod sampling;
 mod structured;
 #[cfg(test)]
 mod tests;
+mod tools;
 
 use crate::ApiConfig;
 use crate::engine::NewRequest;
@@ -16,6 +18,7 @@ use lockstep_core::{Refusal, SamplingParams};
 use lockstep_wire::Prompt;
 use policy::FieldPolicy;
 use serde_json::{Map, Value};
+pub(crate) use tools::Parsing;
 
 /// Which of OpenAI's two generation endpoints was called; decides fields, defaults and shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,6 +48,8 @@ pub(crate) struct Call {
     pub(crate) n: usize,
     /// How log-probabilities are shown; they come only if they were asked for.
     pub(crate) logprobs: LogprobsWish,
+    /// How answers are taken apart; `None`: they are text.
+    pub(crate) parsing: Option<Parsing>,
     /// `max_tokens: 0` with `echo`: the engine generates one token, which the answer leaves out.
     pub(crate) echo_only: bool,
     /// Answer with server-sent events.
@@ -74,12 +79,17 @@ pub(crate) fn validate(
     check_model(&fields, config)?;
     let stream = fields.boolean("stream")?.unwrap_or(false);
     let include_usage = include_usage(&fields, stream)?;
-    let text = sampling::text_params(&fields, endpoint)?;
+    let mut text = sampling::text_params(&fields, endpoint)?;
     let n = sampling::choices(&fields, endpoint)?;
-    let (sampling, echo_only) = sampling::sampling_params(&fields, endpoint, config)?;
-    let prompts = match endpoint {
-        Endpoint::Chat => vec![chat::prompt(&fields, config)?],
-        Endpoint::Completions => completions::prompts(&fields, config)?,
+    let (mut sampling, echo_only) = sampling::sampling_params(&fields, endpoint, config)?;
+    let (prompts, parsing) = match endpoint {
+        Endpoint::Completions => (completions::prompts(&fields, config)?, None),
+        Endpoint::Chat => {
+            let tools = tools::read(&fields, config)?;
+            let (prompt, begins_in_reasoning) = chat::prompt(&fields, config, tools.as_ref())?;
+            let parsing = tools::parsing(tools, begins_in_reasoning, config, &mut sampling, &mut text)?;
+            (vec![prompt], parsing)
+        }
     };
     let cache_salt = sampling::cache_salt(&fields)?;
     let priority = fields.integer("priority", PRIORITY_RANGE)?.unwrap_or(0) as i32;
@@ -98,7 +108,7 @@ pub(crate) fn validate(
     let requests = prompts.iter().flat_map(|prompt| (0..n as u32).map(move |choice| (prompt, choice)));
     let requests = requests.map(|(prompt, choice)| request(prompt, choice)).collect();
     let logprobs = sampling.logprobs.map_or(LogprobsWish::None, LogprobsWish::Top);
-    Ok(Call { requests, n, logprobs, echo_only, stream, include_usage })
+    Ok(Call { requests, n, logprobs, parsing, echo_only, stream, include_usage })
 }
 
 /// Choices of one answer: prompts times `n`.

@@ -50,8 +50,19 @@ const COMMON: &[&str] = &[
     "json_schema",
 ];
 /// Read on `/v1/chat/completions` only.
-const CHAT: &[&str] =
-    &["messages", "max_completion_tokens", "add_generation_prompt", "chat_template_kwargs", "top_logprobs"];
+const CHAT: &[&str] = &[
+    "messages",
+    "max_completion_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "top_logprobs",
+];
 /// Read on `/v1/completions` only.
 const COMPLETIONS: &[&str] = &["prompt", "echo", "best_of"];
 /// Known and without effect on the answer here: bookkeeping of the client or of OpenAI's service.
@@ -80,6 +91,8 @@ enum Neutral {
     Text(&'static [&'static str]),
     /// `["text"]`
     TextModality,
+    /// As [`Neutral::Empty`], or `"none"` or `"auto"`: OpenAI's former name of this field.
+    Former(&'static str),
 }
 
 /// Fields with a meaning in OpenAI's, vLLM's or SGLang's API that this server does not have.
@@ -100,8 +113,8 @@ const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("add_special_tokens", Neutral::Bool(true)),
     ("tools", Neutral::Empty),
     ("tool_choice", Neutral::Text(&["none", "auto"])),
-    ("functions", Neutral::Empty),
-    ("function_call", Neutral::Text(&["none", "auto"])),
+    ("functions", Neutral::Former("tools")),
+    ("function_call", Neutral::Former("tool_choice")),
     ("reasoning_effort", Neutral::Nothing),
     ("verbosity", Neutral::Nothing),
     ("modalities", Neutral::TextModality),
@@ -130,6 +143,7 @@ impl Neutral {
                 _ => false,
             },
             Neutral::Text(texts) => value.as_str().is_some_and(|text| texts.contains(&text)),
+            Neutral::Former(_) => Neutral::Empty.accepts(value) || value == "none" || value == "auto",
             Neutral::TextModality => {
                 matches!(value.as_array().map(Vec::as_slice), Some([one]) if one == "text")
             }
@@ -144,6 +158,7 @@ impl Neutral {
             Neutral::Empty => "leave it out or send it empty".into(),
             Neutral::Text(texts) => format!("leave it out or send {:?}", texts[0]),
             Neutral::TextModality => "leave it out or send [\"text\"]".into(),
+            Neutral::Former(now) => format!("it is OpenAI's former way to say {now}; send {now} instead"),
         }
     }
 }

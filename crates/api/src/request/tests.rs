@@ -209,14 +209,13 @@ fn unknown_fields_are_counted_or_refused() {
 #[test]
 fn unsupported_fields_are_refused_unless_neutral() {
     for (name, refused, neutral) in [
-        ("tools", json!([{"type": "function"}]), json!([])),
         ("tool_choice", json!("required"), json!("none")),
         ("top_logprobs", json!(3), json!(0)),
         ("best_of", json!(2), json!(1)),
         ("echo", json!(true), json!(false)),
         ("functions", json!([{}]), json!([])),
         ("modalities", json!(["audio"]), json!(["text"])),
-        ("continue_final_message", json!(true), json!(false)),
+        ("function_call", json!({"name": "f"}), json!("auto")),
     ] {
         assert_eq!(refused_param(chat(json!({ name: refused }))), name);
         chat(json!({ name: neutral })).unwrap();
@@ -441,7 +440,20 @@ fn messages_that_are_refused() {
 fn template_variables_pass_through() {
     let call =
         chat(json!({"chat_template_kwargs": {"enable_thinking": false}, "add_generation_prompt": false}));
-    let Prompt::Chat(chat) = call.unwrap().requests.remove(0).prompt else { panic!("not a chat prompt") };
-    assert_eq!(chat.template_kwargs_json.as_deref(), Some("{\"enable_thinking\":false}"));
-    assert!(!chat.add_generation_prompt);
+    let Prompt::Chat(seen) = call.unwrap().requests.remove(0).prompt else { panic!("not a chat prompt") };
+    assert_eq!(seen.template_kwargs_json.as_deref(), Some("{\"enable_thinking\":false}"));
+    assert!(!seen.add_generation_prompt);
+    let documents = json!([{"title": "t"}]);
+    let call = chat(json!({"documents": documents, "continue_final_message": true, "chat_template": "rag"}));
+    let Prompt::Chat(seen) = call.unwrap().requests.remove(0).prompt else { panic!("not a chat prompt") };
+    let kwargs: Value = serde_json::from_str(seen.template_kwargs_json.as_deref().unwrap()).unwrap();
+    let expected = json!({"chat_template": "rag", "documents": documents, "continue_final_message": true});
+    assert_eq!(kwargs, expected);
+    for (body, param) in [
+        (json!({"documents": ["text"]}), "documents"),
+        (json!({"continue_final_message": true, "add_generation_prompt": true}), "continue_final_message"),
+        (json!({"chat_template": 5}), "chat_template"),
+    ] {
+        assert_eq!(refused_param(chat(body)), param);
+    }
 }
