@@ -26,8 +26,8 @@ pub use linear::LinearSpec;
 pub use moe::{ExpertWeights, MoeArgs, MoeShape};
 
 use lockstep_comm::collective::Collective;
-use lockstep_core::PageId;
 use lockstep_core::config::{Activation, RopeFrequencies};
+use lockstep_core::{DType, PageId};
 
 /// Errors of building or running device operations.
 #[derive(Debug, thiserror::Error)]
@@ -74,17 +74,20 @@ pub struct KvLayout {
     pub page_size: usize,
     /// Pages of the pool.
     pub num_pages: usize,
+    /// Type of K and V ([`Backend::kv_dtype`]).
+    pub dtype: DType,
 }
 
 impl KvLayout {
-    /// Bytes of the whole pool, K and V, f32.
+    /// Bytes of the whole pool, K and V.
     pub fn pool_bytes(&self) -> usize {
         self.page_bytes() * self.num_pages
     }
 
-    /// Bytes of one page over all layers, K and V, f32.
+    /// Bytes of one page over all layers, K and V.
     pub fn page_bytes(&self) -> usize {
-        2 * self.local_layers * self.local_kv_heads * self.head_dim * self.page_size * size_of::<f32>()
+        let elements = self.local_layers * self.local_kv_heads * self.head_dim * self.page_size;
+        2 * elements * self.dtype.size_bytes()
     }
 }
 
@@ -158,7 +161,11 @@ pub trait Backend {
     }
     /// Bytes the packed matrix occupies.
     fn linear_bytes(&self, linear: &Self::Linear) -> usize;
-    /// The KV pool.
+    /// The type in which the device keeps K and V.
+    fn kv_dtype(&self) -> DType {
+        DType::F32
+    }
+    /// The KV pool. Panics when `layout` has another type than [`Backend::kv_dtype`].
     fn kv_cache(&self, layout: KvLayout) -> Result<Self::KvCache>;
     /// cos/sin of `position * frequencies.inverse[i]` times the attention factor, computed in f64,
     /// stored f32.
@@ -259,8 +266,15 @@ pub trait Backend {
     ) -> Result<()>;
     /// `out[i] = x[rows[i]]`.
     fn gather_rows(&mut self, x: &Self::Tensor, rows: &[u32], out: &mut Self::Tensor);
-    /// The first `rows` rows as host memory, row-major. Waits for the device.
-    fn read<'a>(&mut self, x: &'a Self::Tensor, rows: usize) -> std::borrow::Cow<'a, [f32]>;
+    /// The first `rows` rows as host memory, row-major. Waits for the device; errors with whatever failed
+    /// there since the last call that could say so.
+    fn read<'a>(&mut self, x: &'a Self::Tensor, rows: usize) -> Result<std::borrow::Cow<'a, [f32]>>;
+    /// The largest of the first `cols` logits of each row and its column, the first of equal ones, without
+    /// moving the rows to the host; NaN is never taken. `x` is a tensor of [`Backend::tensor_f32`]. `None`
+    /// where reading the rows is as good. Waits for the device; errors as [`Backend::read`].
+    fn argmax(&mut self, _x: &Self::Tensor, _rows: usize, _cols: usize) -> Result<Option<Vec<(f32, u32)>>> {
+        Ok(None)
+    }
     /// Fills K and V of these pages with NaN in every layer, so that a read of a page that was given
     /// back, or of a slot that was never written, shows in the logits. For debug builds and tests.
     fn poison(&mut self, cache: &mut Self::KvCache, pages: &[PageId]);

@@ -10,6 +10,7 @@ mod flags;
 mod logging;
 mod plan;
 mod pull;
+mod selftest;
 mod serve;
 
 use clap::Parser;
@@ -78,6 +79,7 @@ fn run(cli: Cli) -> Result<()> {
                 )),
             }
         }
+        Command::Selftest(flags) => selftest::run(&flags),
         Command::Bench(flags) => match flags.what {
             BenchCommand::Hw(flags) => bench::hardware(&flags),
             BenchCommand::Decode(flags) => bench::decode(&flags),

@@ -7,6 +7,7 @@
 //! | [`collective`] | data | [`Collective`]: sums and gathers of tensors; [`OneRank`] is the identity |
 //! | [`shm`] | both | `ProcessGroup` and `Collective` over shared memory, for ranks of one host |
 //! | [`library`] | – | shared libraries found when the program runs, for the devices |
+//! | [`nccl`] | data | `Collective` over NCCL, for ranks with a GPU each |
 //! | [`mod@bench`] | – | latencies of the above, for `lockstep bench comm` |
 //!
 //! **Invariants:** no wait is unbounded unless it says so ([`Patience::Idle`]); every wait ends on
@@ -20,6 +21,7 @@ pub mod collective;
 pub mod group;
 pub mod library;
 pub mod link;
+pub mod nccl;
 pub mod shm;
 
 pub use collective::{Collective, CollectiveError, OneRank, StreamHandle};
@@ -27,4 +29,5 @@ pub use group::{Patience, ProcessGroup};
 pub use link::{
     AsyncReceiver, BroadcastReceiver, BroadcastSender, Context, Endpoint, LinkError, Receiver, Sender,
 };
+pub use nccl::NcclCollective;
 pub use shm::{AbortHandle, ProgressReader, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions};

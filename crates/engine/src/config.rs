@@ -16,6 +16,8 @@ pub struct RankConfig {
     pub eos_tokens: Vec<TokenId>,
     /// `--dtype`: convert weights; `None` keeps the file's types.
     pub dtype: Option<DType>,
+    /// `--device`.
+    pub device: DeviceConfig,
     /// Threads of this rank (`--threads`).
     pub threads: usize,
     /// Bytes this rank may use for weights, activations and KV together.
@@ -32,6 +34,19 @@ pub struct RankConfig {
     pub flight_dir: Option<PathBuf>,
     /// Names of the control-plane links.
     pub links: RankLinks,
+}
+
+/// What a rank computes on.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub enum DeviceConfig {
+    /// The cores of this host.
+    Cpu,
+    /// A GPU: that of the rank's number. Its memory is divided where the rank runs, so
+    /// [`RankConfig::memory_budget_bytes`] does not count.
+    Cuda {
+        /// `--memory-ratio`: share of the GPU's free memory.
+        memory_ratio: f64,
+    },
 }
 
 /// Batching flags, equal on all ranks.

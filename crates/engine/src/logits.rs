@@ -102,6 +102,11 @@ impl LogitsReader {
         (&mut self.grammars, self.histories.mask_jobs(&plan.rows))
     }
 
+    /// Columns of a row that are tokens of the model.
+    pub(crate) fn local_real(&self) -> usize {
+        self.local_real
+    }
+
     /// Chooses one token per row of `plan` that samples, from `local` `[logits, local_vocab]`.
     /// **Collective: all ranks of the TP group.**
     pub(crate) fn choose(
@@ -112,8 +117,7 @@ impl LogitsReader {
         collective: &dyn Collective,
         chosen: &mut Chosen,
     ) -> Result<()> {
-        let takes_best = |r: &LogitRow| takes_most_likely(&plan.rows[r.row]);
-        match rows.iter().all(takes_best) {
+        match takes_only_best(plan, rows) {
             true => self.choose_greedy(local, rows.len(), collective, &mut chosen.tokens),
             false => {
                 let count = rows.last().map_or(0, |last| last.first + last.count);
@@ -130,11 +134,25 @@ impl LogitsReader {
         collective: &dyn Collective,
         tokens: &mut Vec<TokenId>,
     ) -> Result<()> {
+        let of_row = |row: &[f32]| argmax(&row[..self.local_real]).unwrap_or((f32::NEG_INFINITY, 0));
+        let best = local.chunks_exact(self.local_vocab).take(count).map(of_row);
+        let best: Vec<(f32, u32)> = best.map(|(logit, index)| (logit, index as u32)).collect();
+        self.choose_best(&best, collective, tokens)
+    }
+
+    /// As [`LogitsReader::choose`] where [`takes_only_best`] holds, from each row's largest logit on this
+    /// rank and its column. **Collective: all ranks of the TP group.**
+    pub(crate) fn choose_best(
+        &mut self,
+        best: &[(f32, u32)],
+        collective: &dyn Collective,
+        tokens: &mut Vec<TokenId>,
+    ) -> Result<()> {
+        let count = best.len();
         self.row.clear();
-        for logits in local.chunks_exact(self.local_vocab).take(count) {
-            let (logit, index) = argmax(&logits[..self.local_real]).unwrap_or((f32::NEG_INFINITY, 0));
+        for (logit, column) in best {
             // The id travels as the bits of an f32: gathers copy bytes, never values.
-            self.row.extend([logit, f32::from_bits((self.first_id + index) as u32)]);
+            self.row.extend([*logit, f32::from_bits(self.first_id as u32 + column)]);
         }
         self.gathered.clear();
         self.gathered.resize(self.row.len() * collective.size(), 0.0);
@@ -275,6 +293,11 @@ impl LogitsReader {
         history.push_prompt_logprobs(logprobs);
         Ok(())
     }
+}
+
+/// Whether each of `rows` takes its most likely token, so that nothing else of the logits is looked at.
+pub(crate) fn takes_only_best(plan: &StepPlan, rows: &[LogitRow]) -> bool {
+    rows.iter().all(|row| takes_most_likely(&plan.rows[row.row]))
 }
 
 /// Whether a row wants nothing but the most likely token.

@@ -1,6 +1,6 @@
 //! Runs planned steps on a device: plan → forward → logits → tokens.
 
-use crate::logits::{Chosen, LogitRow, LogitsReader};
+use crate::logits::{Chosen, LogitRow, LogitsReader, takes_only_best};
 use crate::masks;
 use crate::{EngineError, Result};
 use lockstep_backend::{AttentionBatch, AttentionRow, Backend};
@@ -179,7 +179,16 @@ impl<B: Backend> Runner for ModelRunner<B> {
         chosen.clear();
         let count = inputs.logit_tokens.len();
         if count > 0 {
-            let local = self.backend.read(logits, count);
+            let best = match takes_only_best(plan, &inputs.logit_rows) {
+                true => self.backend.argmax(logits, count, self.logits.local_real())?,
+                false => None,
+            };
+            if let Some(best) = best {
+                self.logits.choose_best(&best, collective, &mut chosen.tokens)?;
+                self.launched.push_back(Launched { step: plan.step, chosen });
+                return Ok(());
+            }
+            let local = self.backend.read(logits, count)?;
             if cfg!(debug_assertions)
                 && local.iter().take(count * self.logits.local_vocab()).any(|l| l.is_nan())
             {

@@ -17,7 +17,7 @@ use lockstep_comm::collective::Collective;
 use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_comm::link::Context;
 use lockstep_core::shard::HeadShard;
-use lockstep_core::{ModelConfig, ParallelInfo};
+use lockstep_core::{DType, ModelConfig, ParallelInfo};
 use lockstep_model::{Decoder, Loader, Progress, Workspace};
 use lockstep_scheduler::{CachePolicy, QueueOrder, Scheduler, SchedulerConfig, StepOrder};
 use lockstep_weights::ModelFiles;
@@ -56,7 +56,7 @@ pub fn run<B: Backend>(
         files.source_label(),
         started.elapsed().as_secs_f64()
     );
-    let layout = kv_layout(&model, config.parallel, config.batching.page_size);
+    let layout = kv_layout(&model, config.parallel, config.batching.page_size, loaded.backend.kv_dtype());
     let committed = Committed { weight_bytes: loaded.weight_bytes, workspace_bytes: loaded.workspace_bytes };
     let local_pages = memory::local_pages(config, layout, committed, context_wanted)?;
     let (num_pages, warning) = memory::agree_on_pages(&mut *groups.replica, local_pages, Patience::Idle)?;
@@ -200,7 +200,7 @@ fn run_recorded<P: Primary, F: Follower, R: Runner>(
     end
 }
 
-fn kv_layout(model: &ModelConfig, p: ParallelInfo, page_size: usize) -> KvLayout {
+fn kv_layout(model: &ModelConfig, p: ParallelInfo, page_size: usize, dtype: DType) -> KvLayout {
     let heads = HeadShard::new(model.num_heads, model.num_kv_heads, p.tp_rank, p.tp_size);
     KvLayout {
         local_layers: model.num_layers,
@@ -208,6 +208,7 @@ fn kv_layout(model: &ModelConfig, p: ParallelInfo, page_size: usize) -> KvLayout
         head_dim: model.head_dim,
         page_size,
         num_pages: 0,
+        dtype,
     }
 }
 

@@ -177,7 +177,7 @@ mod tests {
         let mut out = backend.tensor(out_features, COLUMNS).unwrap();
         let ids: Vec<u32> = (0..out_features as u32).collect();
         backend.embed(&linear, 0, &ids, &mut out);
-        let all = backend.read(&out, out_features).into_owned();
+        let all = backend.read(&out, out_features).unwrap().into_owned();
         assert!(all.chunks_exact(COLUMNS).all(|row| row.iter().all(|v| *v == row[0])));
         all.chunks_exact(COLUMNS).map(|row| row[0]).collect()
     }

@@ -84,7 +84,7 @@ impl<B: Backend> Workspace<B> {
             partial: t(config.hidden_size)?,
             feed_forward: FeedForwardBuffers::new(backend, config, parallel, tokens_max)?,
             last: backend.tensor(logits_max, config.hidden_size)?,
-            logits: backend.tensor(logits_max, widths.vocab)?,
+            logits: backend.tensor_f32(logits_max, widths.vocab)?,
         })
     }
 

@@ -17,8 +17,8 @@ use super::pool::ThreadPool;
 use super::simd::{Isa, Kernel, LANES, Simd, load_at, store_at};
 use super::tensor::RowsOut;
 use crate::{KvLayout, QkvShape, Result};
-use lockstep_core::PageId;
 use lockstep_core::config::RopeFrequencies;
+use lockstep_core::{DType, PageId};
 
 /// The pool over the rank's layers.
 pub struct CpuKvCache {
@@ -31,6 +31,7 @@ impl CpuKvCache {
     /// Reserves the pool; memory becomes resident as it is written. Huge pages are asked for once
     /// a layer's pool is several of them, so that small pools stay small.
     pub(super) fn new(layout: KvLayout) -> Result<Self> {
+        assert_eq!(layout.dtype, DType::F32, "type of K and V");
         let bytes = layout.pool_bytes() / 2;
         let huge = bytes / layout.local_layers.max(1) >= 4 * HUGE_PAGE;
         Ok(Self {

@@ -307,8 +307,8 @@ impl Backend for CpuBackend {
         }
     }
 
-    fn read<'a>(&mut self, x: &'a CpuTensor, rows: usize) -> Cow<'a, [f32]> {
-        Cow::Borrowed(x.rows(rows))
+    fn read<'a>(&mut self, x: &'a CpuTensor, rows: usize) -> Result<Cow<'a, [f32]>> {
+        Ok(Cow::Borrowed(x.rows(rows)))
     }
 
     fn poison(&mut self, cache: &mut CpuKvCache, pages: &[PageId]) {

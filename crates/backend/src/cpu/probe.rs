@@ -221,6 +221,7 @@ pub fn attention_time(options: CpuOptions, shape: AttentionShape) -> Result<Dura
         head_dim: shape.head_dim,
         page_size: shape.page_size,
         num_pages,
+        dtype: DType::F32,
     };
     let mut cache = backend.kv_cache(layout)?;
     let (k, v) = cache.parts_mut();

@@ -35,7 +35,6 @@ pub struct CudaKvCache {
     k: Buffer,
     v: Buffer,
     layout: KvLayout,
-    dtype: DType,
     kernels: AttentionKernels,
 }
 
@@ -86,7 +85,7 @@ impl AttentionKernels {
 
 impl CudaKvCache {
     /// Errors when the layout is none that the kernels take.
-    pub(super) fn new(device: &Rc<Device>, layout: KvLayout, dtype: DType) -> Result<Self> {
+    pub(super) fn new(device: &Rc<Device>, layout: KvLayout) -> Result<Self> {
         if !layout.page_size.is_power_of_two() {
             return Err(BackendError::Unsupported(format!(
                 "--page-size {}, but --device cuda needs a power of two; use 16",
@@ -101,9 +100,9 @@ impl CudaKvCache {
             )));
         }
         let elements = layout.local_layers * layer_elements(&layout);
-        let pool = || Buffer::zeroed(device, elements * dtype.size_bytes(), "the KV pool");
-        let kernels = AttentionKernels::load(device, layout.head_dim, dtype)?;
-        Ok(Self { k: pool()?, v: pool()?, layout, dtype, kernels })
+        let pool = || Buffer::zeroed(device, elements * layout.dtype.size_bytes(), "the KV pool");
+        let kernels = AttentionKernels::load(device, layout.head_dim, layout.dtype)?;
+        Ok(Self { k: pool()?, v: pool()?, layout, kernels })
     }
 
     /// The layout it was made with.
@@ -118,7 +117,7 @@ impl CudaKvCache {
         let (made, asked) =
             ((layout.local_kv_heads, layout.head_dim), (shape.local_kv_heads, shape.head_dim));
         assert_eq!(made, asked, "KV heads and head size of the pool");
-        let offset = (layer * layer_elements(layout) * self.dtype.size_bytes()) as u64;
+        let offset = (layer * layer_elements(layout) * layout.dtype.size_bytes()) as u64;
         (self.k.address() + offset, self.v.address() + offset)
     }
 
@@ -213,8 +212,8 @@ impl AttentionStep {
         let width = (shape.local_heads + 2 * shape.local_kv_heads) * shape.head_dim;
         let (k, v) = cache.layer(args.layer, shape);
         let (q, to) = (
-            qkv.rows(rows, width, cache.dtype),
-            out.rows(rows, shape.local_heads * shape.head_dim, cache.dtype),
+            qkv.rows(rows, width, cache.layout.dtype),
+            out.rows(rows, shape.local_heads * shape.head_dim, cache.layout.dtype),
         );
         self.deal(&args.batch, cache.kernels.tile.is_some());
         let device = Rc::clone(&self.device);

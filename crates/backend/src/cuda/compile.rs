@@ -224,7 +224,7 @@ mod tests {
         fn kernels(self) -> &'static [&'static str] {
             match self {
                 Self::Pointwise => {
-                    &["embed", "gather_rows", "scale", "softcap", "gated_activation", "poison"]
+                    &["embed", "gather_rows", "scale", "softcap", "argmax", "gated_activation", "poison"]
                 }
                 Self::Norm => &["rms_norm", "add_norm"],
                 Self::Rope => &["rope_and_store"],
@@ -265,23 +265,41 @@ mod tests {
             }
             Err(error) => panic!("{error}"),
         };
-        for architecture in ["sm_80", "sm_89", "sm_90a", "sm_100a"] {
-            for source in ALL {
-                // One 16-bit type is enough off the architecture that is measured; f32 has no tiles.
-                let types: &[DType] = match (architecture, source) {
-                    ("sm_90a", Source::AttentionTile(_)) => &[DType::Bf16, DType::F16],
-                    ("sm_90a", _) => &[DType::F32, DType::Bf16, DType::F16],
-                    _ => &[DType::Bf16],
-                };
-                for &dtype in types {
-                    let options = source.options(dtype, architecture);
-                    let code = compiler.compile(&source.name(), &source.text(), &options).unwrap();
-                    for kernel in source.kernels() {
-                        let found = code.windows(kernel.len()).any(|bytes| bytes == kernel.as_bytes());
-                        assert!(found, "{source:?} {architecture} {dtype:?} has no kernel {kernel}");
+        let jobs: Vec<(&str, Source, DType)> = ["sm_80", "sm_89", "sm_90a", "sm_100a"]
+            .into_iter()
+            .flat_map(|architecture| ALL.map(|source| (architecture, source)))
+            .flat_map(|(architecture, source)| {
+                types(architecture, source).iter().map(move |dtype| (architecture, source, *dtype))
+            })
+            .collect();
+        let next = std::sync::atomic::AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+                scope.spawn(|| {
+                    while let Some((architecture, source, dtype)) =
+                        jobs.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed))
+                    {
+                        let options = source.options(*dtype, architecture);
+                        let code = compiler.compile(&source.name(), &source.text(), &options).unwrap();
+                        for kernel in source.kernels() {
+                            let found = code.windows(kernel.len()).any(|bytes| bytes == kernel.as_bytes());
+                            assert!(found, "{source:?} {architecture} {dtype:?} has no kernel {kernel}");
+                        }
                     }
-                }
+                });
             }
+        });
+    }
+
+    /// The types to compile for. On all but the measured architecture one type and one head size are
+    /// enough; tiles have no f32.
+    fn types(architecture: &str, source: Source) -> &'static [DType] {
+        match (architecture, source) {
+            ("sm_90a", Source::AttentionTile(_)) => &[DType::Bf16, DType::F16],
+            ("sm_90a", Source::AttentionToken(dim)) if dim != 128 => &[DType::Bf16],
+            ("sm_90a", _) => &[DType::F32, DType::Bf16, DType::F16],
+            (_, Source::AttentionToken(dim) | Source::AttentionTile(dim)) if dim != 128 => &[],
+            _ => &[DType::Bf16],
         }
     }
 }

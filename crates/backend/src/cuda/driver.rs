@@ -8,8 +8,9 @@
 use crate::{BackendError, Result};
 use lockstep_comm::function_table;
 use lockstep_comm::library::{Library, LibraryError};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::time::{Duration, Instant};
 
 /// Address in device memory.
 pub(super) type Address = u64;
@@ -37,7 +38,7 @@ function_table! {
         allocate_host = c"cuMemHostAlloc" (*mut *mut c_void, usize, c_uint);
         free_host = c"cuMemFreeHost" (*mut c_void);
         stream_create = c"cuStreamCreate" (*mut Handle, c_uint);
-        stream_wait = c"cuStreamSynchronize" (Handle);
+        stream_query = c"cuStreamQuery" (Handle);
         module_load = c"cuModuleLoadData" (*mut Handle, *const c_void);
         module_function = c"cuModuleGetFunction" (*mut Handle, Handle, *const c_char);
         function_set = c"cuFuncSetAttribute" (Handle, c_int, c_int);
@@ -72,6 +73,7 @@ pub(super) const MAX_DYNAMIC_SHARED_BYTES: c_int = 8;
 
 const OUT_OF_MEMORY: c_int = 2;
 const NO_DEVICE: c_int = 100;
+const NOT_READY: c_int = 600;
 const STREAM_NON_BLOCKING: c_uint = 1;
 const MULTIPROCESSOR_COUNT: c_int = 16;
 const CAPABILITY_MAJOR: c_int = 75;
@@ -90,12 +92,16 @@ pub(super) struct Device {
     /// Compute capability, e.g. (9, 0).
     pub capability: (c_int, c_int),
     failure: RefCell<Option<BackendError>>,
+    /// How long [`Device::wait`] waits; `None` for ever.
+    patience: Option<Duration>,
+    /// Something queued never ends: nothing may wait for this device any more, nor free its memory.
+    is_lost: Cell<bool>,
 }
 
 impl Device {
     /// Opens GPU `index`. Errors with one sentence on a machine without a driver, without that GPU, or
     /// with one that is too old.
-    pub fn open(index: usize) -> Result<Self> {
+    pub fn open(index: usize, patience: Option<Duration>) -> Result<Self> {
         let hint = "--device cuda needs an NVIDIA driver; install one, or use --device cpu";
         let library = Library::open(&["libcuda.so.1"], hint)?;
         let api = Driver::load(&library)?;
@@ -116,10 +122,10 @@ impl Device {
                 version % 1000 / 10
             )));
         }
-        Self::choose(api, index)
+        Self::choose(api, index, patience)
     }
 
-    fn choose(api: Driver, index: usize) -> Result<Self> {
+    fn choose(api: Driver, index: usize, patience: Option<Duration>) -> Result<Self> {
         let count = read_int(&api, "counting GPUs", |out| {
             // SAFETY: `out` is valid for one int.
             unsafe { (api.device_count)(out) }
@@ -158,7 +164,8 @@ impl Device {
             check_start(&api, (api.context_set)(context), "entering the context")?;
             check_start(&api, (api.stream_create)(&raw mut stream, STREAM_NON_BLOCKING), "making a stream")?;
         }
-        Ok(Self { api, stream, name, sm_count, capability, failure: RefCell::default() })
+        let (failure, is_lost) = (RefCell::default(), Cell::new(false));
+        Ok(Self { api, stream, name, sm_count, capability, failure, patience, is_lost })
     }
 
     /// An error that says what was being done, unless `code` is success.
@@ -178,11 +185,34 @@ impl Device {
         self.failure.borrow_mut().take().map_or(Ok(()), Err)
     }
 
-    /// Waits until everything queued has run; what failed meanwhile is an error here.
+    /// Waits until everything queued has run; what failed meanwhile is an error here, and so is a wait
+    /// beyond the patience, after which the device is lost to this process.
     pub fn wait(&self) -> Result<()> {
         self.report()?;
-        // SAFETY: the stream lives as long as the process.
-        self.check(unsafe { (self.api.stream_wait)(self.stream) }, "running queued operations")
+        let started = Instant::now();
+        loop {
+            // SAFETY: the stream lives as long as the process.
+            match unsafe { (self.api.stream_query)(self.stream) } {
+                NOT_READY => {}
+                code => return self.check(code, "running queued operations"),
+            }
+            if self.patience.is_some_and(|patience| started.elapsed() > patience) {
+                self.is_lost.set(true);
+                return Err(BackendError::Device {
+                    operation: "waiting for the GPU".into(),
+                    problem: format!(
+                        "nothing ended in {:.0} s; another rank is stopped, dead or in another operation",
+                        started.elapsed().as_secs_f64()
+                    ),
+                });
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Whether a wait has given up: calls that wait for the device would hang.
+    pub fn is_lost(&self) -> bool {
+        self.is_lost.get()
     }
 
     /// (Free, total) bytes of device memory.

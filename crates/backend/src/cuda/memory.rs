@@ -73,9 +73,11 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: allocated by `zeroed` and freed once; the driver waits for what still uses it. An error
-        // here (the device is lost) has been or will be reported by whatever uses the device.
-        unsafe { (self.device.api.free)(self.address) };
+        if !self.device.is_lost() {
+            // SAFETY: allocated by `zeroed` and freed once; the driver waits for what still uses it. An
+            // error here has been or will be reported by whatever uses the device.
+            unsafe { (self.device.api.free)(self.address) };
+        }
     }
 }
 
@@ -102,8 +104,10 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new` and freed once.
-        unsafe { (self.device.api.free_host)(self.start.cast()) };
+        if !self.device.is_lost() {
+            // SAFETY: allocated by `new` and freed once.
+            unsafe { (self.device.api.free_host)(self.start.cast()) };
+        }
     }
 }
 

@@ -40,10 +40,11 @@ use launch::{Args, Grid, Kernel};
 use lockstep_comm::collective::{Collective, StreamHandle};
 use lockstep_core::config::{Activation, RopeFrequencies};
 use lockstep_core::{DType, PageId};
-use memory::{List, Staging};
+use memory::{Buffer, List, Staging};
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::rc::Rc;
+use std::time::Duration;
 
 /// Rows up to which a matrix product goes to the kernel that only streams the weights.
 const GEMV_ROWS_MAX: usize = 2;
@@ -60,6 +61,8 @@ pub struct CudaOptions {
     pub gpu: usize,
     /// Type of weights, activations, K and V.
     pub dtype: DType,
+    /// How long to wait for a step, where another rank may keep it from ending; `None` for ever.
+    pub patience: Option<Duration>,
 }
 
 /// The [`Backend`] of one GPU. Used from the thread that made it.
@@ -71,6 +74,8 @@ pub struct CudaBackend {
     staging: RefCell<Staging>,
     attention: AttentionStep,
     lists: StepLists,
+    /// Results of [`Backend::argmax`]; grows to the largest step.
+    best: Option<Buffer>,
 }
 
 /// What every model needs.
@@ -79,6 +84,7 @@ struct Kernels {
     gather_rows: Kernel,
     scale: Kernel,
     softcap: Kernel,
+    argmax: Kernel,
     gated_activation: Kernel,
     poison: Kernel,
     rms_norm: Kernel,
@@ -100,6 +106,7 @@ impl Kernels {
             gather_rows: pointwise.kernel("gather_rows", 0)?,
             scale: pointwise.kernel("scale", 0)?,
             softcap: pointwise.kernel("softcap", 0)?,
+            argmax: pointwise.kernel("argmax", 0)?,
             gated_activation: pointwise.kernel("gated_activation", 0)?,
             poison: pointwise.kernel("poison", 0)?,
             rms_norm: norm.kernel("rms_norm", 0)?,
@@ -125,7 +132,7 @@ impl CudaBackend {
     ///
     /// Errors with one sentence on a machine without driver, GPU or libraries.
     pub fn new(options: CudaOptions) -> Result<Self> {
-        let device = Rc::new(Device::open(options.gpu)?);
+        let device = Rc::new(Device::open(options.gpu, options.patience)?);
         Ok(Self {
             dtype: options.dtype,
             kernels: Kernels::load(&device, options.dtype)?,
@@ -133,6 +140,7 @@ impl CudaBackend {
             staging: RefCell::new(Staging::new(&device)?),
             attention: AttentionStep::new(&device)?,
             lists: StepLists::default(),
+            best: None,
             device,
         })
     }
@@ -219,8 +227,13 @@ impl Backend for CudaBackend {
         linear.buffer.bytes()
     }
 
+    fn kv_dtype(&self) -> DType {
+        self.dtype
+    }
+
     fn kv_cache(&self, layout: KvLayout) -> Result<CudaKvCache> {
-        CudaKvCache::new(&self.device, layout, self.dtype)
+        assert_eq!(layout.dtype, self.dtype, "type of K and V");
+        CudaKvCache::new(&self.device, layout)
     }
 
     fn rope_table(&self, frequencies: &RopeFrequencies, max_position: usize) -> Result<CudaRopeTable> {
@@ -402,15 +415,30 @@ impl Backend for CudaBackend {
         unsafe { self.kernels.gather_rows.launch(Grid::rows(rows.len(), 128), args) };
     }
 
-    /// Panics when the device failed: what it computed since is not to be used.
-    fn read<'a>(&mut self, x: &'a CudaTensor, rows: usize) -> Cow<'a, [f32]> {
+    fn argmax(&mut self, x: &CudaTensor, rows: usize, cols: usize) -> Result<Option<Vec<(f32, u32)>>> {
+        assert!(cols <= x.cols, "{cols} columns of {}", x.cols);
+        let from = x.rows(rows, x.cols, DType::F32);
+        let bytes = rows * size_of::<[u32; 2]>();
+        let best = match self.best.take().filter(|buffer| buffer.bytes() >= bytes) {
+            Some(buffer) => buffer,
+            None => Buffer::zeroed(&self.device, bytes.next_power_of_two(), "the best logits")?,
+        };
+        let address = self.best.insert(best).address();
+        let args = Args::default().address(from).int(x.cols).int(cols).address(address);
+        // SAFETY: `x` holds `rows` rows, `best` a pair for each.
+        unsafe { self.kernels.argmax.launch(Grid::rows(rows, 1024), args) };
+        // SAFETY: as above.
+        let copied = unsafe { self.staging.get_mut().copy_out(address, bytes)? };
+        let word = |bytes: &[u8]| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        let pair = |pair: &[u8; 8]| (f32::from_bits(word(&pair[..4])), word(&pair[4..]));
+        Ok(Some(copied.as_chunks::<8>().0.iter().map(pair).collect()))
+    }
+
+    fn read<'a>(&mut self, x: &'a CudaTensor, rows: usize) -> Result<Cow<'a, [f32]>> {
         let bytes = x.bytes(rows);
         // SAFETY: the tensor holds that many bytes.
-        let copied = unsafe { self.staging.get_mut().copy_out(x.buffer.address(), bytes) };
-        match copied {
-            Ok(bytes) => Cow::Owned(tensor::widened(bytes, x.dtype)),
-            Err(error) => panic!("{error}"),
-        }
+        let copied = unsafe { self.staging.get_mut().copy_out(x.buffer.address(), bytes)? };
+        Ok(Cow::Owned(tensor::widened(copied, x.dtype)))
     }
 
     fn poison(&mut self, cache: &mut CudaKvCache, pages: &[PageId]) {

@@ -1,11 +1,13 @@
 //! A scheduler process: one rank of the model.
 
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
+use lockstep_backend::cuda::{CudaBackend, CudaOptions};
+use lockstep_comm::NcclCollective;
 use lockstep_comm::link::{Context, Sender};
 use lockstep_comm::shm::{AbortHandle, SharedRegion, ShmCollective, ShmGroup, ShmOptions};
-use lockstep_core::ExitCode;
+use lockstep_core::{DType, ExitCode};
 use lockstep_engine::start::{self, Groups};
-use lockstep_engine::{EngineError, RankConfig};
+use lockstep_engine::{DeviceConfig, EngineError, RankConfig};
 use lockstep_launch::GROUP_ABORTED_EXIT;
 use lockstep_wire::ToApi;
 use std::cell::Cell;
@@ -40,8 +42,7 @@ pub fn run(config: &RankConfig, inherited: Vec<OwnedFd>) -> i32 {
 }
 
 fn run_rank(config: &RankConfig, region: &OwnedFd) -> Result<(), EngineError> {
-    let groups = join_groups(config, region)?;
-    let backend = CpuBackend::new(CpuOptions { threads: config.threads, ..CpuOptions::default() })?;
+    let mut groups = join_groups(config, region)?;
     let context = Context::new();
     let api: Sender<ToApi> = Sender::connect(&context, &config.links.api, 64)
         .map_err(|e| EngineError::Internal(format!("cannot reach the api: {e}")))?;
@@ -55,7 +56,37 @@ fn run_rank(config: &RankConfig, region: &OwnedFd) -> Result<(), EngineError> {
             let _ = api.try_send(&ToApi::Loading { rank, done, total });
         }
     };
-    start::run(config, backend, groups, &progress)
+    match config.device {
+        DeviceConfig::Cpu => {
+            let options = CpuOptions { threads: config.threads, ..CpuOptions::default() };
+            start::run(config, CpuBackend::new(options)?, groups, &progress)
+        }
+        DeviceConfig::Cuda { memory_ratio } => {
+            let dtype = config.dtype.unwrap_or(DType::Bf16);
+            let patience = Duration::from_millis(config.collective_timeout_ms);
+            let options = CudaOptions {
+                gpu: config.parallel.tp_rank,
+                dtype,
+                patience: (config.parallel.tp_size > 1).then_some(patience),
+            };
+            let backend = CudaBackend::new(options)?;
+            if config.parallel.tp_size > 1 {
+                groups.tensors = Box::new(NcclCollective::new(groups.tensors, &mut *groups.replica)?);
+            }
+            let free = backend.free_bytes()?;
+            let config = RankConfig {
+                // Kernels compute in one type, so weights are loaded in it.
+                dtype: Some(dtype),
+                memory_budget_bytes: (free as f64 * memory_ratio) as usize,
+                memory_budget_origin: format!(
+                    "--memory-ratio {memory_ratio} of {} MiB free on the GPU",
+                    free >> 20
+                ),
+                ..config.clone()
+            };
+            start::run(&config, backend, groups, &progress)
+        }
+    }
 }
 
 /// The replica's process group and the TP group's collective, side by side in one region.

@@ -6,9 +6,10 @@ use clap::Args;
 /// Memory flags of `lockstep serve`.
 #[derive(Args, Debug)]
 pub struct MemoryFlags {
-    /// Share of the available memory for weights, activations and KV of all ranks together.
-    #[arg(long, visible_aliases = ["mem-fraction-static", "gpu-memory-utilization"], default_value_t = 0.5)]
-    pub memory_ratio: f64,
+    /// Share of the available memory for weights, activations and KV of all ranks together; on GPUs, of the free
+    /// memory of each [default: 0.5, GPU 0.9].
+    #[arg(long, visible_aliases = ["mem-fraction-static", "gpu-memory-utilization"])]
+    pub memory_ratio: Option<f64>,
 
     /// Pages of the KV pool [default: what --memory-ratio leaves].
     #[arg(long)]
@@ -25,8 +26,8 @@ const POOL_TOKENS_MAX: usize = u32::MAX as usize / 2;
 impl MemoryFlags {
     /// Numbers are in their ranges, and so is the pool they make.
     pub fn check(&self, page_size: usize) -> Result<()> {
-        if !(self.memory_ratio > 0.0 && self.memory_ratio <= 1.0) {
-            bail!("--memory-ratio {:?} is outside (0, 1]", self.memory_ratio);
+        if let Some(ratio) = self.memory_ratio.filter(|ratio| !(*ratio > 0.0 && *ratio <= 1.0)) {
+            bail!("--memory-ratio {ratio:?} is outside (0, 1]");
         }
         for pages in self.num_pages.iter().chain(&self.debug_num_pages) {
             let tokens = pages.saturating_mul(page_size);

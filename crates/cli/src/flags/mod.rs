@@ -37,6 +37,8 @@ pub enum Command {
     Replay(ReplayFlags),
     /// Measure this machine and what the backend makes of it.
     Bench(BenchFlags),
+    /// Compare every operation of a device with the CPU backend's, on random shapes; needs no model.
+    Selftest(SelftestFlags),
 }
 
 /// Flags of `lockstep serve`. Negative numbers parse as values, so that the message about them names
@@ -79,6 +81,29 @@ pub struct PullFlags {
     /// Where models are kept [default: $LOCKSTEP_CACHE, else the user's cache directory].
     #[arg(long)]
     pub cache_dir: Option<PathBuf>,
+    /// What to log.
+    #[command(flatten)]
+    pub logging: logging::LoggingFlags,
+}
+
+/// Flags of `lockstep selftest`.
+#[derive(Args, Debug)]
+pub struct SelftestFlags {
+    /// The device: cuda.
+    #[arg(long, default_value = "cuda")]
+    pub device: String,
+    /// Index of the GPU.
+    #[arg(long, default_value_t = 0)]
+    pub gpu: usize,
+    /// The types to compute in.
+    #[arg(long, value_delimiter = ',', default_values = ["bf16", "f16", "f32"])]
+    pub dtype: Vec<String>,
+    /// Random cases of each operation.
+    #[arg(long, default_value_t = 40)]
+    pub cases: usize,
+    /// What the cases are drawn from.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
     /// What to log.
     #[command(flatten)]
     pub logging: logging::LoggingFlags,
@@ -128,4 +153,16 @@ pub struct DecodeFlags {
     /// Prompt tokens of the prefill measurement.
     #[arg(long, default_value_t = 512)]
     pub prompt: usize,
+    /// Requests that decode at once.
+    #[arg(long, default_value_t = 1)]
+    pub batch: usize,
+    /// cpu or cuda.
+    #[arg(long, default_value = "cpu")]
+    pub device: String,
+    /// Element type of weights [default: the file's own, on GPUs bf16].
+    #[arg(long, default_value = "auto")]
+    pub dtype: String,
+    /// Make weights up from a seed; the model may then be a folder with only a config.json.
+    #[arg(long)]
+    pub dummy_weights: bool,
 }

@@ -3,7 +3,11 @@
 use anyhow::{Result, bail};
 use clap::Args;
 use lockstep_core::DType;
+use lockstep_engine::DeviceConfig;
 use std::path::PathBuf;
+
+/// Share of a GPU's free memory that a rank takes unless `--memory-ratio` says otherwise.
+const GPU_MEMORY_RATIO: f64 = 0.9;
 
 /// Model flags of `lockstep serve`.
 #[derive(Args, Debug)]
@@ -20,7 +24,7 @@ pub struct ModelFlags {
     #[command(flatten)]
     pub dtype: DtypeFlag,
 
-    /// Device: auto or cpu.
+    /// Device: auto (cpu), cpu, or cuda.
     #[arg(long, default_value = "auto")]
     pub device: String,
 
@@ -55,12 +59,12 @@ impl DtypeFlag {
 }
 
 impl ModelFlags {
-    /// Refuses devices that this build cannot serve on.
-    pub fn check_device(&self) -> Result<()> {
+    /// What the ranks compute on; `memory_ratio` is of a GPU's free memory.
+    pub fn device(&self, memory_ratio: Option<f64>) -> Result<DeviceConfig> {
         match self.device.as_str() {
-            "auto" | "cpu" => Ok(()),
-            "cuda" => bail!("--device cuda is not in this version yet; use --device cpu"),
-            other => bail!("--device {other} is not known; use auto or cpu"),
+            "auto" | "cpu" => Ok(DeviceConfig::Cpu),
+            "cuda" => Ok(DeviceConfig::Cuda { memory_ratio: memory_ratio.unwrap_or(GPU_MEMORY_RATIO) }),
+            other => bail!("--device {other} is not known; use auto, cpu or cuda"),
         }
     }
 

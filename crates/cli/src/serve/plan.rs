@@ -7,12 +7,15 @@ use crate::flags::ServeFlags;
 use crate::flags::batching::{Cache, Overlap, QueueOrder, StepOrder};
 use crate::pull;
 use lockstep_core::{ExitCode, ModelConfig, TokenId, shard};
-use lockstep_engine::Batching;
+use lockstep_engine::{Batching, DeviceConfig};
 use lockstep_launch::Topology;
 use lockstep_weights::{GenerationDefaults, ModelFiles};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
+
+/// Share of the host's available memory that ranks take unless `--memory-ratio` says otherwise.
+const CPU_MEMORY_RATIO: f64 = 0.5;
 
 /// A server that may be started.
 pub struct ServePlan {
@@ -32,6 +35,8 @@ pub struct ServePlan {
     pub topology: Topology,
     /// Threads of each rank.
     pub threads: usize,
+    /// What ranks compute on.
+    pub device: DeviceConfig,
     /// Conversion of weights, if asked for.
     pub dtype: Option<lockstep_core::DType>,
     /// Batching, equal on all ranks.
@@ -81,7 +86,7 @@ impl ServePlan {
             );
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let (rank_budget_bytes, budget_origin) = budget(flags.memory.memory_ratio, tp)?;
+        let (rank_budget_bytes, budget_origin) = budget(flags.memory.memory_ratio.unwrap_or(CPU_MEMORY_RATIO), tp)?;
         Ok(Self {
             served_model_name: served_name(flags, &model_path),
             chat_template: flags.model.chat_template.clone(),
@@ -89,6 +94,7 @@ impl ServePlan {
             generation: files.generation_defaults(),
             topology: Topology::tensor_parallel(tp, flags.parallel.num_tokenizer),
             threads: flags.parallel.threads(cores, tp).map_err(CliError::with(ExitCode::Flags))?,
+            device: flags.model.device(flags.memory.memory_ratio).map_err(CliError::with(ExitCode::Flags))?,
             dtype: flags.model.dtype.convert().map_err(CliError::with(ExitCode::Flags))?,
             batching: batching(flags),
             rank_budget_bytes,
@@ -109,12 +115,16 @@ impl ServePlan {
     pub fn summary(&self) -> String {
         let m = &self.model;
         format!(
-            "serving {} ({}, {} layers, {} query heads, {} KV heads) on cpu with tp {}, {} threads a rank",
+            "serving {} ({}, {} layers, {} query heads, {} KV heads) on {} with tp {}, {} threads a rank",
             self.served_model_name,
             m.architecture,
             m.num_layers,
             m.num_heads,
             m.num_kv_heads,
+            match self.device {
+                DeviceConfig::Cpu => "cpu",
+                DeviceConfig::Cuda { .. } => "cuda",
+            },
             self.topology.tp_size,
             self.threads
         )
@@ -122,7 +132,7 @@ impl ServePlan {
 }
 
 fn check_flags(flags: &ServeFlags) -> anyhow::Result<()> {
-    flags.model.check_device()?;
+    flags.model.device(flags.memory.memory_ratio)?;
     flags.model.dtype.convert()?;
     flags.model.check_chat_template()?;
     flags.model.check_served_name()?;

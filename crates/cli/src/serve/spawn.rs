@@ -119,6 +119,7 @@ fn rank_config(plan: &ServePlan, names: &Names, parallel: ParallelInfo) -> RankC
         model: plan.model_path.clone(),
         eos_tokens: plan.eos_tokens.clone(),
         dtype: plan.dtype,
+        device: plan.device,
         threads: plan.threads,
         memory_budget_bytes: plan.rank_budget_bytes,
         memory_budget_origin: plan.budget_origin.clone(),

@@ -54,7 +54,7 @@ impl<B: Backend> MoeBuffers<B> {
     /// For steps of at most `rows_max` tokens.
     pub fn new(backend: &B, moe: &MoeConfig, p: ParallelInfo, rows_max: usize) -> Result<Self> {
         Ok(Self {
-            router_logits: backend.tensor(rows_max, moe.num_experts)?,
+            router_logits: backend.tensor_f32(rows_max, moe.num_experts)?,
             work: backend.moe_workspace(shape(moe, p, rows_max))?,
         })
     }

@@ -4,8 +4,8 @@ use lockstep_backend::cpu::{CpuBackend, CpuOptions};
 use lockstep_backend::{AttentionBatch, AttentionRow, Backend, KvLayout};
 use lockstep_comm::collective::Collective;
 use lockstep_comm::shm::{SharedRegion, ShmCollective, ShmLayout, ShmOptions};
-use lockstep_core::ParallelInfo;
 use lockstep_core::shard::HeadShard;
+use lockstep_core::{DType, ParallelInfo};
 use lockstep_model::{Decoder, ForwardInput, Loader, ModelRules, ShardBytes, WeightSource, Workspace};
 use lockstep_weights::ModelFiles;
 use std::path::Path;
@@ -133,6 +133,7 @@ impl Rank {
                 head_dim: model.head_dim,
                 page_size: layout.page_size,
                 num_pages: next as usize,
+                dtype: DType::F32,
             })
             .unwrap();
         Self { layout, vocab: model.vocab_size, backend, decoder, work, cache, pages }
@@ -181,7 +182,7 @@ impl Rank {
         let ctx = (&mut self.backend, collective);
         let local = self.decoder.forward(ctx, &input, &mut self.cache, &mut self.work).unwrap();
         let local_vocab = self.decoder.vocab_shard().padded.len();
-        let local = self.backend.read(local, ids.len()).into_owned();
+        let local = self.backend.read(local, ids.len()).unwrap().into_owned();
         let mut gathered = vec![0.0; local.len() * self.layout.tp];
         collective.all_gather_f32(&local, &mut gathered).unwrap();
         let row = |token: usize| {

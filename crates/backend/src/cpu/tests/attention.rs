@@ -5,6 +5,7 @@ use super::reference;
 use super::{Random, assert_same, backend, backends, empty, tensor};
 use crate::cpu::{CpuBackend, CpuKvCache, Isa};
 use crate::{Attention, AttentionBatch, AttentionRow, Backend, KvLayout, QkvShape, RopeAndStore};
+use lockstep_core::DType;
 use lockstep_core::config::RopeFrequencies;
 use reference::Scores;
 
@@ -103,6 +104,7 @@ impl Case {
             head_dim: self.shape.head_dim,
             page_size: self.page_size,
             num_pages,
+            dtype: DType::F32,
         };
         let mut cache = backend.kv_cache(layout).unwrap();
         let (k, v) = cache.parts_mut();
@@ -272,8 +274,14 @@ fn pages_before_the_window_may_be_gone() {
         let request = case.request(&mut random, tokens);
         let (want, _) = case.reference(&request);
         let pages = tokens.div_ceil(page_size);
-        let layout =
-            KvLayout { local_layers: LAYERS, local_kv_heads: 2, head_dim: 32, page_size, num_pages: pages };
+        let layout = KvLayout {
+            local_layers: LAYERS,
+            local_kv_heads: 2,
+            head_dim: 32,
+            page_size,
+            num_pages: pages,
+            dtype: DType::F32,
+        };
         let mut cache = backend.kv_cache(layout).unwrap();
         let rope = backend.rope_table(&case.frequencies, tokens).unwrap();
         let mut table: Vec<u32> = (0..pages as u32).collect();
@@ -311,7 +319,14 @@ fn pages_before_the_window_may_be_gone() {
 #[test]
 fn poison_fills_these_pages_of_every_layer_and_no_other() {
     let mut backend = backend(Isa::detect(), 1);
-    let layout = KvLayout { local_layers: 2, local_kv_heads: 2, head_dim: 8, page_size: 4, num_pages: 5 };
+    let layout = KvLayout {
+        local_layers: 2,
+        local_kv_heads: 2,
+        head_dim: 8,
+        page_size: 4,
+        num_pages: 5,
+        dtype: DType::F32,
+    };
     let mut cache = backend.kv_cache(layout).unwrap();
     backend.poison(&mut cache, &[1, 4]);
     let (k, v) = cache.parts_mut();
@@ -329,7 +344,14 @@ fn only_the_slots_of_the_step_are_written() {
     let mut random = Random(9);
     let mut backend = backend(Isa::detect(), 2);
     let case = Case::new(&mut random, 32, 2, 2, 4);
-    let layout = KvLayout { local_layers: 2, local_kv_heads: 2, head_dim: 32, page_size: 4, num_pages: 5 };
+    let layout = KvLayout {
+        local_layers: 2,
+        local_kv_heads: 2,
+        head_dim: 32,
+        page_size: 4,
+        num_pages: 5,
+        dtype: DType::F32,
+    };
     let mut cache = backend.kv_cache(layout).unwrap();
     assert_eq!(layout.pool_bytes(), (cache.parts_mut().0.len() + cache.parts_mut().1.len()) * 4);
     let rope = backend.rope_table(&case.frequencies, 8).unwrap();

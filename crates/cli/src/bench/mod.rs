@@ -1,0 +1,78 @@
+//! `lockstep bench`: what this machine can do, and what the backends make of it.
+
+mod decode;
+
+pub use decode::decode;
+
+use crate::error::{CliError, Result};
+use crate::flags::{DecodeFlags, HwFlags};
+use lockstep_backend::cpu::probe;
+use lockstep_comm::shm::{SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions};
+use lockstep_core::ExitCode;
+use std::sync::Arc;
+
+/// Bytes read by the bandwidth probe: larger than any cache.
+const PROBE_BYTES: usize = 1 << 30;
+/// Rounds of each collective.
+const COLLECTIVE_ROUNDS: usize = 20_000;
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Measured read bandwidth in GB/s.
+fn bandwidth(threads: usize, huge: bool) -> Result<f64> {
+    probe::bandwidth_gbs(threads, PROBE_BYTES, huge).map_err(CliError::with(ExitCode::Memory))
+}
+
+/// Prints bandwidth, FMA rate and collective times.
+pub fn hardware(flags: &HwFlags) -> Result<()> {
+    let mut threads = vec![1];
+    threads.extend(flags.threads.or(Some(cores())).filter(|&n| n > 1));
+    println!(
+        "{:>7}  {:>18}  {:>18}  {:>14}",
+        "threads", "read GB/s (huge)", "read GB/s (4 KiB)", "f32 FMA GFLOP/s"
+    );
+    for &n in &threads {
+        println!(
+            "{n:>7}  {:>18.1}  {:>18.1}  {:>14.0}",
+            bandwidth(n, true)?,
+            bandwidth(n, false)?,
+            probe::fma_gflops(n)
+        );
+    }
+    println!("\nshared memory, two threads of this process:");
+    two_ranks().map_err(CliError::with(ExitCode::Internal))?;
+    let Some(model) = &flags.model else { return Ok(()) };
+    println!();
+    decode(&DecodeFlags {
+        model: model.clone(),
+        threads: flags.threads,
+        tokens: 64,
+        prompt: 512,
+        batch: 1,
+        device: "cpu".into(),
+        dtype: "auto".into(),
+        dummy_weights: false,
+    })
+}
+
+/// Latencies of barrier and all-reduce between two ranks, as threads with a rank's shared memory.
+fn two_ranks() -> anyhow::Result<()> {
+    let fd = SharedRegion::create(ShmLayout::new(2, ShmLayout::SLOT_BYTES_DEFAULT)?)?;
+    let region = Arc::new(SharedRegion::map(&fd)?);
+    let measure =
+        |rank: usize, region: Arc<SharedRegion>| -> anyhow::Result<Vec<lockstep_comm::bench::Latency>> {
+            let options = ShmOptions::for_ranks(2);
+            let mut group = ShmGroup::new(Arc::clone(&region), rank, options)?;
+            let collective = ShmCollective::new(region, rank, options)?;
+            Ok(lockstep_comm::bench::measure(&mut group, &collective, COLLECTIVE_ROUNDS)?)
+        };
+    std::thread::scope(|scope| {
+        let other = Arc::clone(&region);
+        let peer = scope.spawn(move || measure(1, other).map(drop));
+        for row in measure(0, region)? {
+            println!("{row}");
+        }
+        peer.join().map_err(|_| anyhow::anyhow!("the second rank panicked"))?
+    })
+}

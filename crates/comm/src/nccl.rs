@@ -1,0 +1,198 @@
+//! [`Collective`] over NCCL, for ranks that compute on GPUs of one host.
+//!
+//! Host tensors (stream [`StreamHandle::HOST`]) go to the shared-memory collective that every rank has
+//! anyway; device tensors go to NCCL, queued on the caller's stream. NCCL is found when the first
+//! communicator is made. NVLink multicast stays off (`NCCL_NVLS_ENABLE=0`): programs that end while using
+//! it can put GPUs out of service.
+//!
+//! **Invariants:** all ranks make the communicator at the same point of their start; an operation that
+//! NCCL refuses is an error at once, one that fails later shows when the device is waited for.
+//! A communicator is never left: that waits for the peers, one of which may be why this rank ends, and the
+//! process ends right after. A sum of two ranks is one rounded addition, the same bits on both.
+
+use crate::collective::{Collective, CollectiveError, Result, StreamHandle};
+use crate::function_table;
+use crate::group::{Patience, ProcessGroup};
+use crate::library::Library;
+use lockstep_core::DType;
+use std::ffi::{c_int, c_void};
+
+/// What NCCL is told unless the user says otherwise: no NVLink multicast, and all connections made when
+/// the ranks meet. Made at the first sum, they would wait on the host, without a limit, for a rank that has
+/// stopped.
+const SETTINGS: [(&str, &str); 2] = [("NCCL_NVLS_ENABLE", "0"), ("NCCL_RUNTIME_CONNECT", "0")];
+/// Bytes of `ncclUniqueId`.
+const UNIQUE_ID_BYTES: usize = 128;
+
+/// `ncclUniqueId`: where the ranks meet.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct UniqueId([u8; UNIQUE_ID_BYTES]);
+
+type Communicator = *mut c_void;
+type Stream = *mut c_void;
+
+function_table! {
+    /// Functions of `libnccl.so.2`; names and types as in `nccl.h`.
+    Nccl {
+        unique_id = c"ncclGetUniqueId" (*mut UniqueId);
+        join = c"ncclCommInitRank" (*mut Communicator, c_int, UniqueId, c_int);
+        all_reduce = c"ncclAllReduce"
+            (*const c_void, *mut c_void, usize, c_int, c_int, Communicator, Stream);
+        all_gather = c"ncclAllGather" (*const c_void, *mut c_void, usize, c_int, Communicator, Stream);
+        send = c"ncclSend" (*const c_void, usize, c_int, c_int, Communicator, Stream);
+        recv = c"ncclRecv" (*mut c_void, usize, c_int, c_int, Communicator, Stream);
+    }
+}
+
+/// `ncclSum`.
+const SUM: c_int = 0;
+
+/// `ncclDataType_t` of an element.
+fn data_type(dtype: DType) -> c_int {
+    match dtype {
+        DType::F16 => 6,
+        DType::F32 => 7,
+        DType::Bf16 => 9,
+    }
+}
+
+/// A TP group whose ranks have a GPU each.
+pub struct NcclCollective {
+    api: Nccl,
+    communicator: Communicator,
+    host: Box<dyn Collective>,
+}
+
+// SAFETY: a communicator may move between threads; it is used from one at a time, as `&self` methods
+// need the `!Sync` value.
+unsafe impl Send for NcclCollective {}
+
+impl NcclCollective {
+    /// Joins the ranks of `host` on the devices whose contexts are current. `group` carries the meeting
+    /// point and must have the same ranks. **Collective: all ranks of the group.**
+    ///
+    /// Errors when NCCL is not installed or the ranks cannot meet (two on one GPU, say).
+    pub fn new(host: Box<dyn Collective>, group: &mut dyn ProcessGroup) -> Result<Self> {
+        let rank = host.rank();
+        let failed = |problem: String| CollectiveError::Invalid { rank, operation: "join NCCL", problem };
+        let hint = "install it with `pip install nvidia-nccl-cu13`, or set LOCKSTEP_CUDA_LIBS to its folder";
+        let api = Library::open(&["libnccl.so.2"], hint)
+            .and_then(|library| Nccl::load(&library))
+            .map_err(|e| failed(e.to_string()))?;
+        for (name, value) in SETTINGS {
+            if std::env::var_os(name).is_none() {
+                // SAFETY: a rank joins at its start, from its main thread; none of its other threads reads
+                // or writes the environment.
+                unsafe { std::env::set_var(name, value) };
+            }
+        }
+        let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
+        if rank == 0 {
+            // SAFETY: the out-pointer is valid. NCCL reads its settings from the environment here.
+            check(unsafe { (api.unique_id)(&raw mut id) }, rank, "find a meeting point")?;
+        }
+        group.broadcast(&mut id.0, 0, Patience::Idle)?;
+        let mut communicator = std::ptr::null_mut();
+        let size = host.size() as c_int;
+        // SAFETY: the out-pointer is valid and the id is rank 0's.
+        let code = unsafe { (api.join)(&raw mut communicator, size, id, rank as c_int) };
+        check(code, rank, "join NCCL")?;
+        Ok(Self { api, communicator, host })
+    }
+
+    fn check(&self, code: c_int, operation: &'static str) -> Result<()> {
+        check(code, self.host.rank(), operation)
+    }
+}
+
+fn check(code: c_int, rank: usize, operation: &'static str) -> Result<()> {
+    match code {
+        0 => Ok(()),
+        code => {
+            let problem = format!("NCCL error {code}; NCCL_DEBUG=WARN says more");
+            Err(CollectiveError::Invalid { rank, operation, problem })
+        }
+    }
+}
+
+impl Collective for NcclCollective {
+    fn rank(&self) -> usize {
+        self.host.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.host.size()
+    }
+
+    unsafe fn all_reduce(
+        &self,
+        data: *mut c_void,
+        count: usize,
+        dtype: DType,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        if stream.0.is_null() {
+            // SAFETY: the caller's promise.
+            return unsafe { self.host.all_reduce(data, count, dtype, stream) };
+        }
+        let (kind, communicator) = (data_type(dtype), self.communicator);
+        // SAFETY: the caller's promise; in place is allowed.
+        let code = unsafe { (self.api.all_reduce)(data, data, count, kind, SUM, communicator, stream.0) };
+        self.check(code, "all-reduce")
+    }
+
+    unsafe fn all_gather(
+        &self,
+        send: *const c_void,
+        recv: *mut c_void,
+        count: usize,
+        dtype: DType,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        if stream.0.is_null() {
+            // SAFETY: the caller's promise.
+            return unsafe { self.host.all_gather(send, recv, count, dtype, stream) };
+        }
+        let (kind, communicator) = (data_type(dtype), self.communicator);
+        // SAFETY: the caller's promise.
+        let code = unsafe { (self.api.all_gather)(send, recv, count, kind, communicator, stream.0) };
+        self.check(code, "all-gather")
+    }
+
+    unsafe fn send(
+        &self,
+        data: *const c_void,
+        count: usize,
+        dtype: DType,
+        peer: usize,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        if stream.0.is_null() {
+            // SAFETY: the caller's promise.
+            return unsafe { self.host.send(data, count, dtype, peer, stream) };
+        }
+        let (kind, communicator) = (data_type(dtype), self.communicator);
+        // SAFETY: the caller's promise.
+        let code = unsafe { (self.api.send)(data, count, kind, peer as c_int, communicator, stream.0) };
+        self.check(code, "send")
+    }
+
+    unsafe fn recv(
+        &self,
+        data: *mut c_void,
+        count: usize,
+        dtype: DType,
+        peer: usize,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        if stream.0.is_null() {
+            // SAFETY: the caller's promise.
+            return unsafe { self.host.recv(data, count, dtype, peer, stream) };
+        }
+        let (kind, communicator) = (data_type(dtype), self.communicator);
+        // SAFETY: the caller's promise.
+        let code = unsafe { (self.api.recv)(data, count, kind, peer as c_int, communicator, stream.0) };
+        self.check(code, "receive")
+    }
+}
