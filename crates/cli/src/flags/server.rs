@@ -2,6 +2,9 @@
 
 use anyhow::{Result, bail};
 use clap::Args;
+use lockstep_api::parsers::{
+    Opening, ParserChoice, REASONING_PARSERS, ReasoningFormat, TOOL_CALL_PARSERS, ToolFormat,
+};
 use std::net::IpAddr;
 
 /// Server flags of `lockstep serve`.
@@ -22,6 +25,64 @@ pub struct ServerFlags {
     /// Answer 400 to request fields that are not known instead of ignoring them.
     #[arg(long)]
     pub strict_api: bool,
+
+    /// Key that clients must send as `Authorization: Bearer KEY`; may be given several times. Other
+    /// users of this machine can see flags: keep the machine to yourself or the keys short-lived.
+    #[arg(long, value_name = "KEY", value_parser = api_key)]
+    pub api_key: Vec<String>,
+
+    /// How the model writes tool calls: a format by name, `none`, or `auto`, which reads it off the chat
+    /// template.
+    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = tool_call_parser)]
+    pub tool_call_parser: Selection<ToolFormat>,
+
+    /// How the model writes reasoning: a format by name, `none` (it stays in the text), or `auto`.
+    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = reasoning_parser)]
+    pub reasoning_parser: Selection<ReasoningFormat>,
+}
+
+/// A parser of answers, as a flag names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Selection<T> {
+    /// The model's own.
+    Auto,
+    /// None at all.
+    Nothing,
+    /// This one.
+    Named(T),
+}
+
+impl<T> Selection<T> {
+    fn parse(name: &str, known: &[(&str, T)]) -> std::result::Result<Self, String>
+    where
+        T: Copy,
+    {
+        match (name, known.iter().find(|(known, _)| *known == name)) {
+            ("auto", _) => Ok(Self::Auto),
+            ("none", _) => Ok(Self::Nothing),
+            (_, Some((_, format))) => Ok(Self::Named(*format)),
+            _ => {
+                let names: Vec<_> = known.iter().map(|(name, _)| *name).collect();
+                Err(format!("use auto, none or one of {}", names.join(", ")))
+            }
+        }
+    }
+}
+
+fn tool_call_parser(name: &str) -> std::result::Result<Selection<ToolFormat>, String> {
+    Selection::parse(name, TOOL_CALL_PARSERS)
+}
+
+fn reasoning_parser(name: &str) -> std::result::Result<Selection<ReasoningFormat>, String> {
+    Selection::parse(name, REASONING_PARSERS)
+}
+
+/// A key that fits into a header.
+fn api_key(key: &str) -> std::result::Result<String, String> {
+    match key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic()) {
+        true => Err("a key consists of visible ASCII characters without spaces".into()),
+        false => Ok(key.into()),
+    }
 }
 
 impl ServerFlags {
@@ -34,6 +95,22 @@ impl ServerFlags {
             Ok(address) => Ok(address),
             Err(_) => bail!("--host {} is not an IP address; use e.g. 127.0.0.1, 0.0.0.0 or ::", self.host),
         }
+    }
+
+    /// The model's own parsers (`detected`) with what the flags say instead.
+    pub fn parsers(&self, mut detected: ParserChoice) -> ParserChoice {
+        let (mut tools, mut reasoning) = (None, None);
+        match self.tool_call_parser {
+            Selection::Auto => {}
+            Selection::Nothing => detected.tools = None,
+            Selection::Named(format) => tools = Some(format),
+        }
+        match self.reasoning_parser {
+            Selection::Auto => {}
+            Selection::Nothing => (detected.reasoning, detected.opening) = (None, Opening::Never),
+            Selection::Named(format) => reasoning = Some(format),
+        }
+        detected.with(tools, reasoning)
     }
 
     /// The grace is a sensible number of seconds.

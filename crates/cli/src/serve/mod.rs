@@ -54,6 +54,6 @@ fn serve(flags: &ServeFlags, stderr: &StderrSink) -> Result<()> {
             Ok(facts) => facts,
             Err(error) => return Err(server.end(error)),
         };
-        serving::run(plan, server, facts).await
+        serving::run(plan, server, facts, &flags.server).await
     })
 }

@@ -4,9 +4,11 @@ use super::plan::ServePlan;
 use super::ready::Facts;
 use super::spawn::Server;
 use crate::error::{CliError, Result, code_of_signal};
+use crate::flags::server::ServerFlags;
 use lockstep_api::engine::dispatch::{self, LinkSockets};
+use lockstep_api::parsers::ParserChoice;
 use lockstep_api::{
-    ApiConfig, ApiError, Ended, EngineClient, ProcessInfo, REQUESTS_OPEN_MAX, SamplingDefaults,
+    ApiConfig, ApiError, ApiKeys, Ended, EngineClient, ProcessInfo, REQUESTS_OPEN_MAX, SamplingDefaults,
     ServerControl, ServerHandle,
 };
 use lockstep_comm::link::{AsyncReceiver, LinkError, Sender};
@@ -20,7 +22,7 @@ use tokio::task::{JoinError, JoinHandle};
 const EXIT_PATIENCE: Duration = Duration::from_secs(3);
 
 /// Listens and serves; returns how the launcher should end.
-pub async fn run(mut plan: ServePlan, mut server: Server, facts: Facts) -> Result<()> {
+pub async fn run(mut plan: ServePlan, mut server: Server, facts: Facts, flags: &ServerFlags) -> Result<()> {
     let Some(port) = plan.port.take() else {
         return Err(server.end(CliError::new(ExitCode::Internal, "the reserved port is gone")));
     };
@@ -29,7 +31,7 @@ pub async fn run(mut plan: ServePlan, mut server: Server, facts: Facts) -> Resul
         Ok(listener) => listener,
         Err(error) => return Err(server.end(error)),
     };
-    let mut service = match start(&plan, &mut server, facts, listener) {
+    let mut service = match start((&plan, flags), &mut server, facts, listener) {
         Ok(service) => service,
         Err(error) => return Err(server.end(error)),
     };
@@ -53,12 +55,12 @@ struct Service {
 }
 
 fn start(
-    plan: &ServePlan,
+    (plan, flags): (&ServePlan, &ServerFlags),
     server: &mut Server,
     facts: Facts,
     listener: tokio::net::TcpListener,
 ) -> Result<Service> {
-    let config = api_config(plan, server, facts)?;
+    let config = api_config(plan, flags, server, facts)?;
     let inbox = server.inbox.take().ok_or_else(|| CliError::new(ExitCode::Internal, "the inbox is gone"))?;
     let sockets = connect(server, inbox).map_err(CliError::with(ExitCode::Internal))?;
     let (client, link) = EngineClient::new(server.tokenizers.len(), REQUESTS_OPEN_MAX);
@@ -196,7 +198,17 @@ fn flatten<T, E: std::fmt::Display>(
     joined.map_err(|e| format!("a task of the api ended: {e}"))?.map_err(|e| e.to_string())
 }
 
-fn api_config(plan: &ServePlan, server: &Server, facts: Facts) -> Result<ApiConfig> {
+/// How the model writes calls and reasoning, as its chat template shows.
+fn detected_parsers(plan: &ServePlan) -> Result<ParserChoice> {
+    let text = lockstep_tokenizer::chat_template_text(&plan.model_path, plan.chat_template.as_deref());
+    let text = text.map_err(CliError::with(ExitCode::ModelFiles))?;
+    // The folder's name and the served one: a server may call its model anything.
+    let folder = plan.model_path.file_name().map(|name| name.to_string_lossy());
+    let name = format!("{} {}", folder.unwrap_or_default(), plan.served_model_name);
+    Ok(lockstep_api::parsers::detect(&text.unwrap_or_default(), &name))
+}
+
+fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Facts) -> Result<ApiConfig> {
     let processes = server.supervisor.processes().map_err(CliError::with(ExitCode::Internal))?;
     let launcher = ProcessInfo { name: "lockstep".into(), pid: std::process::id() };
     let children = processes.into_iter().map(|(name, pid)| ProcessInfo { name, pid });
@@ -211,6 +223,8 @@ fn api_config(plan: &ServePlan, server: &Server, facts: Facts) -> Result<ApiConf
             min_p: generation.min_p,
         },
         chat_error: facts.chat_error,
+        parsers: flags.parsers(detected_parsers(plan)?),
+        api_keys: ApiKeys::new(flags.api_key.clone()),
         strict_api: plan.strict_api,
         created,
         processes: std::iter::once(launcher).chain(children).collect(),
