@@ -86,7 +86,8 @@ impl ServePlan {
             );
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let (rank_budget_bytes, budget_origin) = budget(flags.memory.memory_ratio.unwrap_or(CPU_MEMORY_RATIO), tp)?;
+        let (rank_budget_bytes, budget_origin) =
+            budget(flags.memory.memory_ratio.unwrap_or(CPU_MEMORY_RATIO), tp)?;
         Ok(Self {
             served_model_name: served_name(flags, &model_path),
             chat_template: flags.model.chat_template.clone(),
