@@ -184,6 +184,13 @@ impl CudaBackend {
     }
 }
 
+/// Ends the process at once, without the handlers of the CUDA libraries: those wait for kernels, one of
+/// which may wait for a rank that has stopped. The system takes the device's memory back.
+pub fn exit_process(code: i32) -> ! {
+    // SAFETY: runs nothing of this process any more.
+    unsafe { libc::_exit(code) }
+}
+
 /// Threads of a block that holds one row of a norm.
 fn norm_threads(cols: usize) -> usize {
     assert!(cols <= NORM_COLS_MAX, "{cols} columns of a norm, of at most {NORM_COLS_MAX}");

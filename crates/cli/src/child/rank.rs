@@ -1,7 +1,7 @@
 //! A scheduler process: one rank of the model.
 
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
-use lockstep_backend::cuda::{CudaBackend, CudaOptions};
+use lockstep_backend::cuda::{self, CudaBackend, CudaOptions};
 use lockstep_comm::NcclCollective;
 use lockstep_comm::link::{Context, Sender};
 use lockstep_comm::shm::{AbortHandle, SharedRegion, ShmCollective, ShmGroup, ShmOptions};
@@ -24,7 +24,15 @@ pub fn run(config: &RankConfig, inherited: Vec<OwnedFd>) -> i32 {
         tracing::error!("the launcher gave no shared memory; this is a bug in lockstep");
         return ExitCode::Internal.code();
     };
-    match run_rank(config, &region) {
+    let code = run_to_code(config, &region);
+    if code != ExitCode::Drained.code() && config.device != DeviceConfig::Cpu {
+        cuda::exit_process(code);
+    }
+    code
+}
+
+fn run_to_code(config: &RankConfig, region: &OwnedFd) -> i32 {
+    match run_rank(config, region) {
         Ok(()) => ExitCode::Drained.code(),
         Err(error) if error.is_consequence() => {
             tracing::warn!("{error}");
@@ -33,7 +41,7 @@ pub fn run(config: &RankConfig, inherited: Vec<OwnedFd>) -> i32 {
         Err(error) => {
             tracing::error!("{error}");
             // The other ranks must not wait for this one; the launcher will name it.
-            if let Ok(abort) = AbortHandle::new(&region) {
+            if let Ok(abort) = AbortHandle::new(region) {
                 abort.abort(&format!("{}: {error}", config.parallel.label()));
             }
             error.exit_code().code()
