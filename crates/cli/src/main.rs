@@ -12,6 +12,7 @@ mod plan;
 mod pull;
 mod selftest;
 mod serve;
+mod verify;
 
 use clap::Parser;
 use error::{CliError, Result};
@@ -66,6 +67,7 @@ fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Command::Serve(flags) => serve::run(&flags),
         Command::Plan(flags) => plan::run(&flags),
+        Command::Verify(flags) => verify::run(&flags),
         Command::Pull(flags) => pull::run(&flags),
         Command::Replay(flags) => {
             let report =

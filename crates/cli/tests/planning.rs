@@ -72,3 +72,54 @@ fn wrong_flags_and_models_are_named() {
         assert!(text.contains(words) && text.lines().count() == 1, "{args:?}: {text}");
     }
 }
+
+fn verify(args: &[&str]) -> Output {
+    Command::new(common::BINARY).arg("verify").args(args).output().expect("the binary runs")
+}
+
+#[test]
+fn verify_passes_on_a_sound_model_and_says_what_it_compared() {
+    let temp = lockstep_testkit::TempDir::new("verify");
+    let model = lockstep_testkit::Fixture::named("rand_llama").write_into(temp.path()).display().to_string();
+    std::fs::write(temp.join("prompts.txt"), "w1 w2 w3\n\nw9 w8 w7 w6 w5\n").expect("the folder is writable");
+    let prompts = temp.join("prompts.txt").display().to_string();
+    let output = verify(&["--model", &model, "--tp", "1,2", "--tokens", "5", "--prompts", &prompts]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{output:?}");
+    assert!(text.contains("every promise kept in 16 comparisons"), "{text}");
+    assert!(text.contains("text at tp 2 against tp 1") && text.contains("same best token 10/10"), "{text}");
+    let output = verify(&["--model", &model, "--tp", "2", "--tokens", "3", "--json"]);
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(report["comparisons"][0]["promise"], "bit_equal");
+}
+
+#[test]
+fn verify_of_made_up_weights_needs_only_a_config() {
+    let mut config = qwen25_32b();
+    for (key, value) in [
+        ("hidden_size", 64),
+        ("num_attention_heads", 4),
+        ("num_key_value_heads", 2),
+        ("intermediate_size", 96),
+        ("num_hidden_layers", 2),
+        ("vocab_size", 321),
+    ] {
+        config[key] = json!(value);
+    }
+    let temp = folder(&config);
+    let model = temp.path().display().to_string();
+    let output = verify(&["--model", &model, "--dummy-weights", "--tp", "4,1", "--tokens", "4"]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("every promise kept"), "{output:?}");
+    for (args, words) in [
+        (&["--tp", "3"][..], "--tp 3 does not divide the model's 4 query heads"),
+        (&["--tp", "1,1"], "--tp names 1 twice"),
+        (&["--tokens", "0"], "--tokens 0 is outside 1 to 4096"),
+        (&["--device", "cuda"], "--device cuda cannot be verified"),
+    ] {
+        let output = verify(&[&["--model", &model, "--dummy-weights"], args].concat());
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(text.contains(words), "{text}");
+    }
+}

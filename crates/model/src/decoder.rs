@@ -53,6 +53,9 @@ pub struct ForwardInput<'a> {
     pub logit_tokens: &'a [u32],
 }
 
+/// Shown the residual stream `[tokens, hidden]` after the embedding (0) and after each layer (1, 2, ...).
+pub type Observer<'a, B> = &'a mut dyn FnMut(usize, &mut B, &<B as Backend>::Tensor);
+
 /// Activations of one step, allocated once.
 pub struct Workspace<B: Backend> {
     residual: B::Tensor,
@@ -169,12 +172,25 @@ impl<B: Backend> Decoder<B> {
         cache: &mut B::KvCache,
         work: &'w mut Workspace<B>,
     ) -> Result<&'w B::Tensor> {
+        self.forward_observed(ctx, input, cache, work, &mut |_, _, _| ())
+    }
+
+    /// [`forward`](Self::forward), showing the residual stream on the way: to find where two runs part.
+    pub fn forward_observed<'w>(
+        &self,
+        ctx: (&mut B, &dyn Collective),
+        input: &ForwardInput<'_>,
+        cache: &mut B::KvCache,
+        work: &'w mut Workspace<B>,
+        observe: Observer<'_, B>,
+    ) -> Result<&'w B::Tensor> {
         let (backend, tp) = ctx;
         let tokens = input.token_ids.len();
         self.embedding.embed(backend, tp, input.token_ids, &mut work.residual)?;
         if let Some(factor) = self.embedding_scale {
             backend.scale(&mut work.residual, factor, tokens);
         }
+        observe(0, backend, &work.residual);
         let first = &self.layers[0].input_norm;
         backend.rms_norm(&work.residual, &first.weight, first.eps, tokens, &mut work.normed);
         let step = AttentionStep {
@@ -186,6 +202,7 @@ impl<B: Backend> Decoder<B> {
         for (i, layer) in self.layers.iter().enumerate() {
             let next_norm = self.layers.get(i + 1).map_or(&self.final_norm, |l| &l.input_norm);
             layer.forward((&mut *backend, tp), &step, next_norm, cache, work)?;
+            observe(i + 1, backend, &work.residual);
         }
         backend.gather_rows(&work.normed, input.logit_tokens, &mut work.last);
         let (head, rows) = (self.head.as_ref().unwrap_or(&self.embedding), input.logit_tokens.len());

@@ -24,6 +24,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("backend", &["core", "comm"]),
     ("model", &["core", "comm", "weights", "backend"]),
     ("planner", &["core", "backend", "model"]),
+    ("verify", &["core", "comm", "backend", "model", "scheduler", "engine"]),
     ("kvcache", &["core"]),
     ("scheduler", &["core", "kvcache"]),
     ("engine", &["core", "wire", "comm", "weights", "backend", "model", "kvcache", "scheduler"]),
@@ -33,7 +34,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("sim", &["core", "wire", "comm", "kvcache", "scheduler", "engine"]),
     ("testkit", &[]),
     ("xtask", &["sim"]),
-    ("cli", &["core", "wire", "comm", "weights", "backend", "model", "planner", "kvcache", "scheduler", "engine",
+    ("cli", &["core", "wire", "comm", "weights", "backend", "model", "planner", "verify", "kvcache", "scheduler", "engine",
               "tokenizer", "api", "launch", "sim"]),
 ];
 

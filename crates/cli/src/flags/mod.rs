@@ -11,6 +11,7 @@ pub mod model;
 pub mod parallel;
 pub mod plan;
 pub mod server;
+pub mod verify;
 
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
@@ -31,6 +32,8 @@ pub enum Command {
     Serve(Box<ServeFlags>),
     /// Show what a model takes and how fast it will be at each tp size, on a device you name; loads nothing.
     Plan(plan::PlanFlags),
+    /// Check that answers are the same at every tp size, chunking, page size, batch and cache hit.
+    Verify(verify::VerifyFlags),
     /// Fetch a model of the catalogue into the cache directory and print its path.
     Pull(PullFlags),
     /// Run a rank's scheduler again on a flight recording and compare every decision; needs no model.

@@ -1,0 +1,54 @@
+//! Flags of `lockstep verify`.
+
+use super::model::DtypeFlag;
+use clap::Args;
+use std::path::PathBuf;
+
+/// Which model, and how thoroughly.
+#[derive(Args, Debug)]
+#[command(allow_negative_numbers = true)]
+pub struct VerifyFlags {
+    /// Catalogue name, folder or GGUF file.
+    #[arg(long, visible_aliases = ["model-path"])]
+    pub model: String,
+
+    /// Tp sizes; the first is the reference [default: those of 1, 2, 4 that the model can be cut into].
+    #[arg(long, visible_aliases = ["tp-size"], value_delimiter = ',')]
+    pub tp: Vec<i64>,
+
+    /// Device: auto or cpu.
+    #[arg(long, default_value = "auto")]
+    pub device: String,
+
+    /// A file with one prompt a line [default: a few built-in ones].
+    #[arg(long)]
+    pub prompts: Option<PathBuf>,
+
+    /// Greedy tokens after each prompt.
+    #[arg(long, default_value_t = 24)]
+    pub tokens: usize,
+
+    /// Threads of each rank [default: cores / largest tp].
+    #[arg(long)]
+    pub threads: Option<usize>,
+
+    /// Element type of weights.
+    #[command(flatten)]
+    pub dtype: DtypeFlag,
+
+    /// Where tp sizes differ, look for the first layer whose activations differ.
+    #[arg(long)]
+    pub bisect: bool,
+
+    /// Made-up weights of this seed; a folder with a config.json is enough.
+    #[arg(long, value_name = "SEED", num_args = 0..=1, default_missing_value = "0")]
+    pub dummy_weights: Option<u64>,
+
+    /// Where catalogue models are kept [default: $LOCKSTEP_CACHE, else the user's cache directory].
+    #[arg(long)]
+    pub cache_dir: Option<PathBuf>,
+
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}

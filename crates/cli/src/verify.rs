@@ -1,0 +1,160 @@
+//! `lockstep verify`: the same answers at every tp size, chunking, page size, batch and cache hit? Exit code 0 says yes.
+
+use crate::error::{CliError, Result};
+use crate::flags::verify::VerifyFlags;
+use crate::plan::config_only;
+use crate::pull;
+use lockstep_core::{ExitCode, ModelConfig, TokenId, shard};
+use lockstep_model::{DummyWeights, WeightSource};
+use lockstep_tokenizer::{TextModel, TextOptions};
+use lockstep_verify::{Options, WholeSource, report, verify};
+use lockstep_weights::ModelFiles;
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+
+/// What is asked when no file of prompts is given: prose, code, another script, a word, a long text.
+const PROMPTS: [&str; 4] = [
+    "The capital of France is",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "写一首关于春天的短诗：",
+    "Once",
+];
+/// Repeated to make the long prompt.
+const SENTENCE: &str = "A rank that waits for another must say for which one, and since when. ";
+/// Repetitions of [`SENTENCE`]: longer than a chunk and than several pages.
+const REPEATS: usize = 12;
+/// Length of made-up prompts for a model without a tokenizer.
+const MADE_UP: [usize; 4] = [1, 7, 40, 200];
+/// Most threads that a rank may have.
+const THREADS_MAX: usize = 1024;
+
+/// Runs all comparisons and prints them.
+pub fn run(flags: &VerifyFlags) -> Result<()> {
+    let flag_error = CliError::with::<anyhow::Error>(ExitCode::Flags);
+    let dtype = flags.dtype.convert().map_err(&flag_error)?;
+    check(flags).map_err(&flag_error)?;
+    let path = pull::resolve(&flags.model, &pull::cache_dir(flags.cache_dir.clone()))?;
+    let source: Box<dyn WeightSource> = match flags.dummy_weights {
+        Some(seed) => {
+            let (config, own) = config_only(&path)?;
+            Box::new(DummyWeights::new(config, dtype.unwrap_or(own), seed))
+        }
+        None => Box::new(ModelFiles::open(&path).map_err(CliError::with(ExitCode::ModelFiles))?),
+    };
+    let tp_sizes = tp_sizes(flags, source.config())?;
+    let largest = tp_sizes.iter().copied().max().unwrap_or(1);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let prompts = prompts(flags, &path, source.config())?;
+    let options = Options {
+        prompts,
+        tokens: flags.tokens,
+        threads: flags.threads.unwrap_or((cores / largest).max(1)),
+        dtype,
+        bisect: flags.bisect,
+        tp_sizes,
+    };
+    let show = std::io::stderr().is_terminal();
+    let progress = |what: &str| {
+        if show {
+            // Decoration: nobody reading it is no error.
+            let _ = write!(std::io::stderr(), "\r\x1b[K{what} ...");
+        }
+    };
+    let found = verify(&WholeSource(&*source), &options, &progress);
+    if show {
+        let _ = write!(std::io::stderr(), "\r\x1b[K");
+    }
+    let found = found.map_err(CliError::with(ExitCode::Internal))?;
+    crate::say(&match flags.json {
+        true => serde_json::to_string_pretty(&found).map_err(CliError::with(ExitCode::Internal))? + "\n",
+        false => report::render(&found),
+    });
+    match found.passed() {
+        true => Ok(()),
+        false => Err(CliError::new(ExitCode::Internal, "the answers are not what was promised; see above")),
+    }
+}
+
+fn check(flags: &VerifyFlags) -> anyhow::Result<()> {
+    match flags.device.as_str() {
+        "auto" | "cpu" => {}
+        other => anyhow::bail!("--device {other} cannot be verified by this version; use auto or cpu"),
+    }
+    if !(1..=4096).contains(&flags.tokens) {
+        anyhow::bail!("--tokens {} is outside 1 to 4096", flags.tokens);
+    }
+    if let Some(threads) = flags.threads.filter(|threads| !(1..=THREADS_MAX).contains(threads)) {
+        anyhow::bail!("--threads {threads} is outside 1 to {THREADS_MAX}");
+    }
+    Ok(())
+}
+
+/// The sizes asked for, each legal and once.
+fn tp_sizes(flags: &VerifyFlags, config: &ModelConfig) -> Result<Vec<usize>> {
+    let asked: Vec<i64> = match flags.tp.is_empty() {
+        true => [1, 2, 4].into_iter().filter(|&tp| shard::check_tp_size(config, tp).is_ok()).collect(),
+        false => flags.tp.clone(),
+    };
+    let mut sizes = Vec::new();
+    for tp in asked {
+        shard::check_tp_size(config, tp).map_err(CliError::with(ExitCode::Flags))?;
+        if sizes.contains(&(tp as usize)) {
+            return Err(CliError::new(
+                ExitCode::Flags,
+                format!("--tp names {tp} twice; give each size once"),
+            ));
+        }
+        sizes.push(tp as usize);
+    }
+    Ok(sizes)
+}
+
+/// Prompts as tokens that leave room for the answer. A model with made-up weights needs no tokenizer.
+fn prompts(flags: &VerifyFlags, path: &Path, config: &ModelConfig) -> Result<Vec<Vec<TokenId>>> {
+    let room = config.max_position.saturating_sub(flags.tokens + 1);
+    if room == 0 {
+        return Err(CliError::new(
+            ExitCode::Flags,
+            format!(
+                "--tokens {} fill the model's {} positions; ask for fewer",
+                flags.tokens, config.max_position
+            ),
+        ));
+    }
+    let mut prompts: Vec<Vec<TokenId>> = match (&flags.prompts, flags.dummy_weights) {
+        (None, Some(_)) => {
+            let token = |i: usize| ((1 + i * 7919) % config.vocab_size) as TokenId;
+            MADE_UP.iter().map(|&len| (0..len).map(|i| token(i + len)).collect()).collect()
+        }
+        (file, _) => encoded(file.as_deref(), path)?,
+    };
+    for prompt in &mut prompts {
+        prompt.truncate(room);
+    }
+    Ok(prompts)
+}
+
+fn encoded(file: Option<&Path>, model: &Path) -> Result<Vec<Vec<TokenId>>> {
+    let texts: Vec<String> = match file {
+        None => PROMPTS.iter().map(|p| (*p).to_owned()).chain([SENTENCE.repeat(REPEATS)]).collect(),
+        Some(file) => {
+            let named = |e: std::io::Error| {
+                CliError::new(ExitCode::Flags, format!("--prompts {}: {e}", file.display()))
+            };
+            let text = std::fs::read_to_string(file).map_err(named)?;
+            text.lines().filter(|line| !line.trim().is_empty()).map(str::to_owned).collect()
+        }
+    };
+    if texts.is_empty() {
+        return Err(CliError::new(
+            ExitCode::Flags,
+            "--prompts holds no line with text; write one prompt a line",
+        ));
+    }
+    let model_files = CliError::with(ExitCode::ModelFiles);
+    let tokenizer = TextModel::load(model, &TextOptions::default()).map_err(model_files)?;
+    texts
+        .iter()
+        .map(|text| tokenizer.encode(text, true).map_err(|r| CliError::new(ExitCode::Flags, r.message)))
+        .collect()
+}

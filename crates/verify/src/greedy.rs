@@ -1,0 +1,155 @@
+//! Greedy text through the server's own scheduler, runner and sampler; only the control plane is missing, since every
+//! rank knows all requests from the start.
+
+use crate::Result;
+use crate::VerifyError;
+use crate::group::{Group, Rank, Sizes};
+use lockstep_core::{RequestId, SamplingParams, TokenId};
+use lockstep_engine::runner::{ModelRunner, Runner, RunnerParts};
+use lockstep_scheduler::{CachePolicy, Event, Request, Scheduler, SchedulerConfig, StepPlan};
+
+/// How requests meet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Variant {
+    /// One after the other, without a prefix cache.
+    Alone,
+    /// All at once, without a prefix cache.
+    Together,
+    /// All at once, then all again: the second answers start from cached prefixes.
+    TwiceCached,
+    /// All at once in a pool that holds one of them: requests are retracted and go on later.
+    SmallPool,
+}
+
+impl Variant {
+    /// For people.
+    pub const fn words(self) -> &'static str {
+        match self {
+            Variant::Alone => "one after the other",
+            Variant::Together => "all at once",
+            Variant::TwiceCached => "again with cached prefixes",
+            Variant::SmallPool => "all at once in a pool that holds one",
+        }
+    }
+}
+
+/// One run.
+pub struct Greedy<'a> {
+    /// Prompts, not empty.
+    pub prompts: &'a [Vec<TokenId>],
+    /// Tokens to generate after each; end tokens are ignored.
+    pub tokens: usize,
+    /// How they meet.
+    pub variant: Variant,
+}
+
+/// Tokens in a page.
+const PAGE_SIZE: usize = 16;
+/// Prefill tokens of a step: small enough that longer prompts are chunked.
+const CHUNK: usize = 64;
+
+impl Greedy<'_> {
+    /// Runs it; the tokens after each prompt.
+    pub fn texts(&self, group: &Group<'_>) -> Result<Vec<Vec<TokenId>>> {
+        let config = self.scheduler_config();
+        let sizes = Sizes {
+            positions_max: config.context_max,
+            tokens_max: config.step_tokens_max(),
+            logits_max: config.step_rows_max(),
+            page_size: PAGE_SIZE,
+            num_pages: config.num_pages,
+        };
+        group.run(sizes, |rank| self.on_rank(rank, config.clone()))
+    }
+
+    fn scheduler_config(&self) -> SchedulerConfig {
+        let longest = self.prompts.iter().map(Vec::len).max().unwrap_or(1) + self.tokens + 1;
+        let one = longest.div_ceil(PAGE_SIZE);
+        let num_pages = match self.variant {
+            Variant::SmallPool => one,
+            _ => one * self.prompts.len().max(1) * 2,
+        };
+        SchedulerConfig {
+            page_size: PAGE_SIZE,
+            num_pages,
+            max_running: self.prompts.len().max(1),
+            token_budget: CHUNK,
+            context_max: longest,
+            cache: match self.variant {
+                Variant::Alone | Variant::Together => CachePolicy::None,
+                Variant::TwiceCached | Variant::SmallPool => CachePolicy::Radix,
+            },
+            reserve_percent: 0,
+            ..SchedulerConfig::default()
+        }
+    }
+
+    /// Which prompts are submitted before the scheduler runs dry, in order; the last round's answers count.
+    fn rounds(&self) -> Vec<Vec<usize>> {
+        let all: Vec<usize> = (0..self.prompts.len()).collect();
+        match self.variant {
+            Variant::Alone => all.into_iter().map(|i| vec![i]).collect(),
+            Variant::Together | Variant::SmallPool => vec![all],
+            Variant::TwiceCached => vec![all.clone(), all],
+        }
+    }
+
+    fn on_rank(&self, rank: Rank, config: SchedulerConfig) -> Result<Vec<Vec<TokenId>>> {
+        let mut scheduler = Scheduler::new(config);
+        let mut runner = ModelRunner::new(RunnerParts {
+            vocab_size: rank.config.vocab_size,
+            backend: rank.backend,
+            collective: rank.collective,
+            decoder: rank.decoder,
+            cache: rank.cache,
+            work: rank.work,
+            page_size: PAGE_SIZE,
+            eos_tokens: Vec::new(),
+        });
+        let mut texts = vec![Vec::new(); self.prompts.len()];
+        let mut id = 0;
+        for round in self.rounds() {
+            let first = id;
+            for &prompt in &round {
+                let sampling = SamplingParams {
+                    max_tokens: Some(self.tokens as u32),
+                    ignore_eos: true,
+                    ..SamplingParams::default()
+                };
+                let request = Request::new(RequestId(id), self.prompts[prompt].clone(), sampling);
+                let refused = |refusal: lockstep_core::Refusal| VerifyError::Invalid(refusal.message);
+                scheduler.submit(request, 0).map_err(refused)?;
+                texts[prompt].clear();
+                id += 1;
+            }
+            run_dry(&mut scheduler, &mut runner, |request, token| {
+                texts[round[(request.0 - first) as usize]].push(token);
+            })?;
+        }
+        Ok(texts)
+    }
+}
+
+/// Steps until no request is left. **Collective: all ranks, same scheduler.**
+fn run_dry<R: Runner>(
+    scheduler: &mut Scheduler,
+    runner: &mut R,
+    mut take: impl FnMut(RequestId, TokenId),
+) -> Result<()> {
+    let (mut plan, mut tokens, mut events) = (StepPlan::new(), Vec::new(), Vec::new());
+    while scheduler.has_work() {
+        if !scheduler.plan_into(&mut plan) {
+            return Err(VerifyError::Invalid("the scheduler has requests and plans no step".into()));
+        }
+        runner.launch(&plan)?;
+        let step = runner.collect(&mut tokens)?;
+        scheduler.complete(step, &tokens);
+        scheduler.take_events(&mut events);
+        for event in events.drain(..) {
+            if let Event::Token { id, token, .. } = event {
+                take(id, token);
+            }
+        }
+    }
+    Ok(())
+}
