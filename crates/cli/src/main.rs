@@ -5,6 +5,7 @@
 
 mod bench;
 mod child;
+mod config_only;
 mod error;
 mod flags;
 mod logging;

@@ -1,11 +1,11 @@
 //! `lockstep plan`: what a model takes and how fast it will be at each tp size; loads nothing.
 
+use crate::config_only::config_only;
 use crate::error::{CliError, Result};
 use crate::flags::plan::PlanFlags;
 use crate::pull;
 use crate::serve::memory;
 use lockstep_backend::cpu::probe;
-use lockstep_core::config::hf;
 use lockstep_core::{DType, ExitCode, ModelConfig};
 use lockstep_model::WeightSource;
 use lockstep_planner::device::GIB;
@@ -29,7 +29,7 @@ pub fn run(flags: &PlanFlags) -> Result<()> {
         "detect" => detect(&table)?,
         name => table.find(name).map_err(|e| flag_error_of(&e))?,
     };
-    let path = pull::resolve(&flags.model, &pull::cache_dir(flags.cache_dir.clone()))?;
+    let path = pull::resolve_config(&flags.model, &pull::cache_dir(flags.cache_dir.clone()))?;
     let description = Description::read(&path, dtype)?;
     let config = description.config();
     let default = Workload::default_for(device.kind, config.max_position);
@@ -108,33 +108,6 @@ fn has_weights(folder: &Path) -> bool {
     let Ok(entries) = std::fs::read_dir(folder) else { return true };
     let mut names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     names.any(|name| name.contains(".safetensors") || name.ends_with(".gguf"))
-}
-
-/// Description and own element type of a folder without weights.
-pub fn config_only(folder: &Path) -> Result<(ModelConfig, DType)> {
-    let path = folder.join("config.json");
-    let model_files = CliError::with::<anyhow::Error>(ExitCode::ModelFiles);
-    let text = std::fs::read(&path).map_err(|e| {
-        model_files(anyhow::anyhow!("{}: {e}; give a folder with a config.json", path.display()))
-    })?;
-    let config = hf::parse(&text).map_err(CliError::with(ExitCode::ModelFiles))?;
-    let json: serde_json::Value =
-        serde_json::from_slice(&text).map_err(CliError::with(ExitCode::ModelFiles))?;
-    let inner = json.get("text_config").unwrap_or(&json);
-    let named = ["dtype", "torch_dtype"].iter().find_map(|key| inner.get(key).or(json.get(key))?.as_str());
-    let dtype = match named {
-        Some("float32") => DType::F32,
-        Some("float16") => DType::F16,
-        // What checkpoints are made in when they do not say.
-        Some("bfloat16") | None => DType::Bf16,
-        Some(other) => {
-            return Err(model_files(anyhow::anyhow!(
-                "{}: dtype {other} is not known; give --dtype f32, f16 or bf16",
-                path.display()
-            )));
-        }
-    };
-    Ok((config, dtype))
 }
 
 /// The device of this machine: its first NVIDIA GPU if the driver names one that the table has, else

@@ -1,8 +1,8 @@
 //! `lockstep verify`: the same answers at every tp size, chunking, page size, batch and cache hit? Exit code 0 says yes.
 
+use crate::config_only::config_only;
 use crate::error::{CliError, Result};
 use crate::flags::verify::VerifyFlags;
-use crate::plan::config_only;
 use crate::pull;
 use lockstep_core::{ExitCode, ModelConfig, TokenId, shard};
 use lockstep_model::{DummyWeights, WeightSource};

@@ -32,17 +32,47 @@ fn peak_memory_of_a_rank_stays_near_its_shard() {
 
 #[test]
 fn b9_all_ranks_use_the_smallest_pool() {
-    let served = serve_with(Fixture::named("chain"), 2, |c| c.flag("--debug-num-pages", "20,15"));
+    let served = serve_with(Fixture::named("chain"), 2, |c| c.flag("--debug-num-pages", "18,15"));
     let info = served.server.info();
     assert_eq!(info["engine"]["pages_total"], json!(15), "{info}");
     let notes = info["engine"]["notes"].to_string();
-    assert!(notes.contains("rank 0: 20") && notes.contains("rank 1: 15"), "{notes}");
+    assert!(notes.contains("rank 0: 18") && notes.contains("rank 1: 15"), "{notes}");
     assert_eq!(served.server.output().matches("rank 1: 15").count(), 1, "one warning with both numbers");
     // Fill the pool: 15 pages of 16 tokens.
     let answer = served.server.complete("C", json!({"max_tokens": 1000}));
     assert_eq!((answer.prompt_tokens, answer.completion_tokens), (1, 239));
     served.server.after_check(&served.server.baseline(), "A", " alpha beta gamma delta");
     served.server.stop();
+}
+
+#[test]
+fn ranks_that_differ_too_much_are_refused_unless_allowed() {
+    let temp = lockstep_testkit::TempDir::new("imbalance");
+    let model = Fixture::named("chain").write_into(temp.path());
+    let command = || {
+        lockstep_testkit::ServeCommand::new(common::BINARY, &model).tp(2).flag("--debug-num-pages", "20,15")
+    };
+    let exit = command().run_to_exit(common::REFUSAL_LIMIT);
+    assert_eq!(exit.code, Some(5), "{exit:?}");
+    for words in ["rank 0: 20, rank 1: 15", "25 % apart where at most 20 %", "--allow-imbalance"] {
+        assert!(exit.output.contains(words), "{}", exit.output);
+    }
+    let server = command().switch("--allow-imbalance").start();
+    assert_eq!(server.info()["engine"]["pages_total"], json!(15));
+    server.stop();
+}
+
+#[test]
+fn what_cannot_fit_is_refused_before_it_is_loaded() {
+    let temp = lockstep_testkit::TempDir::new("memory");
+    // 305 MB, of which no rank may hold half.
+    let model = fixtures::random_models::slow(8, 1024).write_into(temp.path());
+    let exit = lockstep_testkit::ServeCommand::new(common::BINARY, &model)
+        .flag("--memory-ratio", "0.001")
+        .run_to_exit(common::REFUSAL_LIMIT);
+    assert_eq!(exit.code, Some(5), "{exit:?}");
+    assert!(exit.output.contains("leaves nothing for KV pages"), "{}", exit.output);
+    assert!(!exit.output.contains("loaded "), "{}", exit.output);
 }
 
 #[test]

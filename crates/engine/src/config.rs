@@ -1,7 +1,7 @@
 //! Everything a scheduler process is told at start; written by the launcher, read once.
 
 use crate::links::RankLinks;
-use lockstep_core::{DType, ParallelInfo, TokenId};
+use lockstep_core::{DType, ModelConfig, ParallelInfo, TokenId};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -18,6 +18,8 @@ pub struct RankConfig {
     pub dtype: Option<DType>,
     /// `--device`.
     pub device: DeviceConfig,
+    /// `--dummy-weights`: made-up weights instead of the model's files.
+    pub dummy_weights: Option<DummySpec>,
     /// Threads of this rank (`--threads`).
     pub threads: usize,
     /// Bytes this rank may use for weights, activations and KV together.
@@ -26,6 +28,8 @@ pub struct RankConfig {
     pub memory_budget_origin: String,
     /// `--num-pages`; `None` sizes the pool from the budget.
     pub num_pages: Option<usize>,
+    /// `--allow-imbalance`: serve although ranks can hold very different numbers of pages.
+    pub allow_imbalance: bool,
     /// Batching.
     pub batching: Batching,
     /// Milliseconds a rank waits for another in a collective (`--collective-timeout`).
@@ -47,6 +51,17 @@ pub enum DeviceConfig {
         /// `--memory-ratio`: share of the GPU's free memory.
         memory_ratio: f64,
     },
+}
+
+/// Weights made up from a seed for the config in the model folder.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct DummySpec {
+    /// What the folder's config.json says.
+    pub config: ModelConfig,
+    /// Type of matrices.
+    pub dtype: DType,
+    /// `--dummy-weights SEED`.
+    pub seed: u64,
 }
 
 /// Batching flags, equal on all ranks.

@@ -35,7 +35,7 @@ pub mod runner;
 pub mod sampler;
 pub mod start;
 
-pub use config::{Batching, DeviceConfig, RankConfig};
+pub use config::{Batching, DeviceConfig, DummySpec, RankConfig};
 pub use rank_loop::RankLoop;
 
 use lockstep_backend::BackendError;

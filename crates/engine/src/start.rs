@@ -16,9 +16,11 @@ use lockstep_backend::{Backend, KvLayout};
 use lockstep_comm::collective::Collective;
 use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_comm::link::Context;
-use lockstep_core::shard::HeadShard;
+use lockstep_core::shard::{self, HeadShard};
 use lockstep_core::{DType, ModelConfig, ParallelInfo};
-use lockstep_model::{Decoder, Loader, Progress, Workspace};
+use lockstep_model::{
+    Decoder, DummyWeights, Loader, ModelError, ModelRules, Progress, ShardBytes, WeightSource, Workspace,
+};
 use lockstep_scheduler::{CachePolicy, QueueOrder, Scheduler, SchedulerConfig, StepOrder};
 use lockstep_weights::ModelFiles;
 use lockstep_wire::{EngineInfo, RankInfo, Ready, Role as WireRole, ToApi};
@@ -45,21 +47,24 @@ pub fn run<B: Backend>(
     on_progress: Progress<'_>,
 ) -> Result<()> {
     let started = Instant::now();
-    let files = ModelFiles::open(&config.model)?;
-    let model = files.config().clone();
+    let source = open_source(config)?;
+    let model = source.config().clone();
     let context_wanted = config.batching.context_max.unwrap_or(model.max_position).min(model.max_position);
     let device = backend.describe();
-    let loaded = load(config, backend, &files, context_wanted, on_progress)?;
+    let loaded = load(config, backend, &*source, context_wanted, on_progress)?;
+    drop(source);
     tracing::info!(
-        "loaded {} MiB of weights ({}) in {:.2} s",
+        "loaded {} MiB of weights in {:.2} s; {} MiB were expected, and {} MiB is the most that was resident",
         loaded.weight_bytes >> 20,
-        files.source_label(),
-        started.elapsed().as_secs_f64()
+        started.elapsed().as_secs_f64(),
+        loaded.expected_bytes >> 20,
+        resident_bytes_max() >> 20
     );
     let layout = kv_layout(&model, config.parallel, config.batching.page_size, loaded.backend.kv_dtype());
     let committed = Committed { weight_bytes: loaded.weight_bytes, workspace_bytes: loaded.workspace_bytes };
     let local_pages = memory::local_pages(config, layout, committed, context_wanted)?;
-    let (num_pages, warning) = memory::agree_on_pages(&mut *groups.replica, local_pages, Patience::Idle)?;
+    let (num_pages, warning) =
+        memory::agree_on_pages(&mut *groups.replica, local_pages, config.allow_imbalance, Patience::Idle)?;
     let layout = KvLayout { num_pages, ..layout };
     let scheduler = scheduler(config, num_pages, context_wanted)?;
     let rank = RankInfo {
@@ -84,26 +89,46 @@ pub fn run<B: Backend>(
     serve(config, groups.replica, scheduler, runner, info)
 }
 
+/// The model's files, or weights made up in their place; rank 0 says what is unpacked while loading.
+fn open_source(config: &RankConfig) -> Result<Box<dyn WeightSource>> {
+    if let Some(dummy) = &config.dummy_weights {
+        return Ok(Box::new(DummyWeights::new(dummy.config.clone(), dummy.dtype, dummy.seed)));
+    }
+    let files = ModelFiles::open(&config.model)?;
+    if config.parallel.is_primary() {
+        tracing::info!("weights are {}", files.source_label());
+        files.conversions().iter().for_each(|line| tracing::info!("{line}"));
+    }
+    Ok(Box::new(files))
+}
+
 /// A rank's weights and buffers.
 struct Loaded<B: Backend> {
     backend: B,
     decoder: Decoder<B>,
     work: Workspace<B>,
     weight_bytes: usize,
+    /// What the shard rules said before loading.
+    expected_bytes: usize,
     workspace_bytes: usize,
 }
 
 fn load<B: Backend>(
     config: &RankConfig,
     backend: B,
-    files: &ModelFiles,
+    source: &dyn WeightSource,
     context_max: usize,
     on_progress: Progress<'_>,
 ) -> Result<Loaded<B>> {
-    let (model, parallel) = (files.config(), config.parallel);
+    let (model, parallel) = (source.config(), config.parallel);
     let limits = scheduler_config(config, 1, context_max);
     let (tokens_max, rows_max) = (limits.step_tokens_max(), limits.step_rows_max());
-    let loader = Loader::new(files, &backend, parallel, config.dtype, on_progress);
+    shard::check_tp_size(model, parallel.tp_size as i64).map_err(ModelError::from)?;
+    let workspace_bytes = Workspace::<B>::bytes(model, parallel, tokens_max, rows_max);
+    let dtype_of = |tensor: &str| source.dtype_of(tensor).map(|own| config.dtype.unwrap_or(own));
+    let expected_bytes = ShardBytes::of(&ModelRules::new(model), parallel, dtype_of).total();
+    memory::check_before_loading(config, Committed { weight_bytes: expected_bytes, workspace_bytes })?;
+    let loader = Loader::new(source, &backend, parallel, config.dtype, on_progress);
     let decoder = Decoder::load(&loader, context_max)?;
     let weight_bytes = loader.packed_bytes() as usize;
     if parallel.is_primary()
@@ -112,8 +137,7 @@ fn load<B: Backend>(
         tracing::warn!("{report}");
     }
     let work = Workspace::new(&backend, model, parallel, tokens_max, rows_max)?;
-    let workspace_bytes = Workspace::<B>::bytes(model, parallel, tokens_max, rows_max);
-    Ok(Loaded { decoder, work, weight_bytes, workspace_bytes, backend })
+    Ok(Loaded { decoder, work, weight_bytes, expected_bytes, workspace_bytes, backend })
 }
 
 impl<B: Backend> Loaded<B> {

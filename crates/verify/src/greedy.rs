@@ -105,6 +105,7 @@ impl Greedy<'_> {
             work: rank.work,
             page_size: PAGE_SIZE,
             eos_tokens: Vec::new(),
+            reports_logprobs: false,
         });
         let mut texts = vec![Vec::new(); self.prompts.len()];
         let mut id = 0;

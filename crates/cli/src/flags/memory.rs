@@ -15,6 +15,10 @@ pub struct MemoryFlags {
     #[arg(long)]
     pub num_pages: Option<usize>,
 
+    /// Serve although ranks can hold very different numbers of pages; all use the smallest.
+    #[arg(long)]
+    pub allow_imbalance: bool,
+
     /// Test aid: a page count for each rank in turn, to see that all use the smallest.
     #[arg(long, hide = true, value_delimiter = ',')]
     pub debug_num_pages: Vec<usize>,

@@ -28,6 +28,14 @@ pub struct ModelFlags {
     #[arg(long, default_value = "auto")]
     pub device: String,
 
+    /// Made-up weights of this seed instead of the model's; config and tokenizer files are enough.
+    #[arg(long, value_name = "SEED", num_args = 0..=1, default_missing_value = "0")]
+    pub dummy_weights: Option<u64>,
+
+    /// Sampling defaults: auto takes those of the model's generation_config.json, none leaves OpenAI's.
+    #[arg(long, default_value = "auto")]
+    pub generation_config: String,
+
     /// Chat template file that replaces the model's own.
     #[arg(long)]
     pub chat_template: Option<PathBuf>,
@@ -65,6 +73,15 @@ impl ModelFlags {
             "auto" | "cpu" => Ok(DeviceConfig::Cpu),
             "cuda" => Ok(DeviceConfig::Cuda { memory_ratio: memory_ratio.unwrap_or(GPU_MEMORY_RATIO) }),
             other => bail!("--device {other} is not known; use auto, cpu or cuda"),
+        }
+    }
+
+    /// Whether the model's own sampling defaults count.
+    pub fn uses_generation_config(&self) -> Result<bool> {
+        match self.generation_config.as_str() {
+            "auto" => Ok(true),
+            "none" => Ok(false),
+            other => bail!("--generation-config {other} is not known; use auto or none"),
         }
     }
 

@@ -90,7 +90,6 @@ pub fn resolve(model: &str, cache_dir: &Path) -> Result<PathBuf, PullError> {
 /// As [`resolve`], but of a safetensors model on the hub only `config.json` is fetched: a folder with
 /// that file alone, or one with the whole model if that is here already. For commands that read no
 /// weights.
-#[cfg_attr(not(test), expect(dead_code, reason = "`lockstep plan` is to call it instead of `resolve`"))]
 pub fn resolve_config(model: &str, cache_dir: &Path) -> Result<PathBuf, PullError> {
     resolve_what(model, cache_dir, |id| match What::of(id) {
         What::Whole => What::Config,

@@ -2,16 +2,17 @@
 
 use super::memory;
 use super::port::ReservedPort;
+use crate::config_only::config_only;
 use crate::error::{CliError, Result};
 use crate::flags::ServeFlags;
 use crate::flags::batching::{Cache, Overlap, QueueOrder, StepOrder};
 use crate::pull;
 use lockstep_core::{ExitCode, ModelConfig, TokenId, shard};
-use lockstep_engine::{Batching, DeviceConfig};
+use lockstep_engine::{Batching, DeviceConfig, DummySpec};
 use lockstep_launch::Topology;
 use lockstep_weights::{GenerationDefaults, ModelFiles};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Share of the host's available memory that ranks take unless `--memory-ratio` says otherwise.
@@ -31,6 +32,10 @@ pub struct ServePlan {
     pub eos_tokens: Vec<TokenId>,
     /// Sampling values of generation_config.json.
     pub generation: GenerationDefaults,
+    /// `--dummy-weights`.
+    pub dummy_weights: Option<DummySpec>,
+    /// `--allow-imbalance`.
+    pub allow_imbalance: bool,
     /// Which processes.
     pub topology: Topology,
     /// Threads of each rank.
@@ -70,12 +75,12 @@ impl ServePlan {
         let model_files = CliError::with(ExitCode::ModelFiles);
         let cache_dir = pull::cache_dir(flags.model.cache_dir.clone());
         let model_path = pull::resolve(&flags.model.model, &cache_dir)?;
-        let files = ModelFiles::open(&model_path).map_err(CliError::with(ExitCode::ModelFiles))?;
-        let model = files.config().clone();
+        let described = Described::read(flags, &model_path)?;
+        let model = described.config;
         shard::check_tp_size(&model, flags.parallel.tp).map_err(CliError::with(ExitCode::Flags))?;
         let tp = flags.parallel.tp as usize;
         check_context(flags, &model)?;
-        let mut eos_tokens = files.eos_tokens().to_vec();
+        let mut eos_tokens = described.eos_tokens;
         eos_tokens.extend(lockstep_tokenizer::eos_tokens_of(&model_path).map_err(&model_files)?);
         eos_tokens.sort_unstable();
         eos_tokens.dedup();
@@ -92,7 +97,9 @@ impl ServePlan {
             served_model_name: served_name(flags, &model_path),
             chat_template: flags.model.chat_template.clone(),
             eos_tokens,
-            generation: files.generation_defaults(),
+            generation: described.generation,
+            dummy_weights: described.dummy,
+            allow_imbalance: flags.memory.allow_imbalance,
             topology: Topology::tensor_parallel(tp, flags.parallel.num_tokenizer),
             threads: flags.parallel.threads(cores, tp).map_err(CliError::with(ExitCode::Flags))?,
             device: flags.model.device(flags.memory.memory_ratio).map_err(CliError::with(ExitCode::Flags))?,
@@ -129,6 +136,35 @@ impl ServePlan {
             self.topology.tp_size,
             self.threads
         )
+    }
+}
+
+/// What the model's files, or its config alone, say.
+struct Described {
+    config: ModelConfig,
+    eos_tokens: Vec<TokenId>,
+    generation: GenerationDefaults,
+    dummy: Option<DummySpec>,
+}
+
+impl Described {
+    fn read(flags: &ServeFlags, path: &Path) -> Result<Self> {
+        let flag_error = CliError::with::<anyhow::Error>(ExitCode::Flags);
+        let uses_generation = flags.model.uses_generation_config().map_err(&flag_error)?;
+        if let Some(seed) = flags.model.dummy_weights {
+            let (config, own) = config_only(path)?;
+            let dtype = flags.model.dtype.convert().map_err(&flag_error)?.unwrap_or(own);
+            let dummy = Some(DummySpec { config: config.clone(), dtype, seed });
+            let eos_tokens = config.eos_tokens.clone();
+            return Ok(Self { config, eos_tokens, generation: GenerationDefaults::default(), dummy });
+        }
+        let files = ModelFiles::open(path).map_err(CliError::with(ExitCode::ModelFiles))?;
+        Ok(Self {
+            config: files.config().clone(),
+            eos_tokens: files.eos_tokens().to_vec(),
+            generation: if uses_generation { files.generation_defaults() } else { Default::default() },
+            dummy: None,
+        })
     }
 }
 
