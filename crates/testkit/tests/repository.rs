@@ -27,14 +27,15 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("verify", &["core", "comm", "backend", "model", "scheduler", "engine"]),
     ("kvcache", &["core"]),
     ("scheduler", &["core", "kvcache"]),
-    ("engine", &["core", "wire", "comm", "weights", "backend", "model", "kvcache", "scheduler"]),
-    ("tokenizer", &["core", "wire", "comm", "weights"]),
+    ("grammar", &["core", "wire"]),
+    ("engine", &["core", "wire", "comm", "weights", "backend", "model", "kvcache", "scheduler", "grammar"]),
+    ("tokenizer", &["core", "wire", "comm", "weights", "grammar"]),
     ("api", &["core", "wire", "comm"]),
     ("launch", &["core", "wire", "comm"]),
     ("sim", &["core", "wire", "comm", "kvcache", "scheduler", "engine"]),
     ("testkit", &[]),
     ("xtask", &["sim"]),
-    ("cli", &["core", "wire", "comm", "weights", "backend", "model", "planner", "verify", "kvcache", "scheduler", "engine",
+    ("cli", &["core", "wire", "comm", "weights", "backend", "model", "planner", "verify", "grammar", "kvcache", "scheduler", "engine",
               "tokenizer", "api", "launch", "sim"]),
 ];
 
