@@ -34,7 +34,7 @@ pub enum Command {
     Plan(plan::PlanFlags),
     /// Check that answers are the same at every tp size, chunking, page size, batch and cache hit.
     Verify(verify::VerifyFlags),
-    /// Fetch a model of the catalogue into the cache directory and print its path.
+    /// Fetch a model of the catalogue or the hub into the cache directory and print its path.
     Pull(PullFlags),
     /// Run a rank's scheduler again on a flight recording and compare every decision; needs no model.
     Replay(ReplayFlags),
@@ -79,7 +79,7 @@ pub struct ReplayFlags {
 /// Flags of `lockstep pull`.
 #[derive(Args, Debug)]
 pub struct PullFlags {
-    /// Catalogue name; without one the catalogue is listed.
+    /// Catalogue name or org/name[@revision][:file.gguf] of the hub; without one the catalogue is listed.
     pub name: Option<String>,
     /// Where models are kept [default: $LOCKSTEP_CACHE, else the user's cache directory].
     #[arg(long)]

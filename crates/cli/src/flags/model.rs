@@ -12,7 +12,7 @@ const GPU_MEMORY_RATIO: f64 = 0.9;
 /// Model flags of `lockstep serve`.
 #[derive(Args, Debug)]
 pub struct ModelFlags {
-    /// Catalogue name (see `lockstep pull`), folder in Hugging Face layout, or GGUF file.
+    /// Catalogue name (see `lockstep pull`), folder in Hugging Face layout, GGUF file, or org/name of the hub.
     #[arg(long, visible_aliases = ["model-path"])]
     pub model: String,
 
@@ -40,7 +40,7 @@ pub struct ModelFlags {
     #[arg(long)]
     pub chat_template: Option<PathBuf>,
 
-    /// Where catalogue models are kept [default: $LOCKSTEP_CACHE, else the user's cache directory].
+    /// Where fetched models are kept [default: $LOCKSTEP_CACHE, else the user's cache directory].
     #[arg(long)]
     pub cache_dir: Option<PathBuf>,
 }

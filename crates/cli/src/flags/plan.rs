@@ -48,7 +48,7 @@ pub struct PlanFlags {
     #[command(flatten)]
     pub dtype: DtypeFlag,
 
-    /// Where catalogue models are kept [default: $LOCKSTEP_CACHE, else the user's cache directory].
+    /// Where fetched models are kept [default: $LOCKSTEP_CACHE, else the user's cache directory].
     #[arg(long)]
     pub cache_dir: Option<PathBuf>,
 

@@ -44,7 +44,7 @@ pub struct VerifyFlags {
     #[arg(long, value_name = "SEED", num_args = 0..=1, default_missing_value = "0")]
     pub dummy_weights: Option<u64>,
 
-    /// Where catalogue models are kept [default: $LOCKSTEP_CACHE, else the user's cache directory].
+    /// Where fetched models are kept [default: $LOCKSTEP_CACHE, else the user's cache directory].
     #[arg(long)]
     pub cache_dir: Option<PathBuf>,
 

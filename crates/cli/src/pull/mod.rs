@@ -76,7 +76,7 @@ pub fn cache_dir(flag: Option<PathBuf>) -> PathBuf {
 }
 
 /// Whether [`resolve`] takes it for a name (of the catalogue or the hub) rather than a path.
-pub fn is_catalogue_name(model: &str) -> bool {
+pub fn is_name(model: &str) -> bool {
     catalogue::find(model).is_some() || (!Path::new(model).exists() && HubId::parse(model).is_some())
 }
 

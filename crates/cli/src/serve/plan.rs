@@ -231,7 +231,7 @@ fn served_name(flags: &ServeFlags, path: &std::path::Path) -> String {
     if let Some(name) = &flags.model.served_model_name {
         return name.clone();
     }
-    if pull::is_catalogue_name(&flags.model.model) {
+    if pull::is_name(&flags.model.model) {
         return flags.model.model.clone();
     }
     let real = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());

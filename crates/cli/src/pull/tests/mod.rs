@@ -166,8 +166,8 @@ fn resolve_takes_names_folders_and_gguf_files() {
     // It could be a repository of the hub, but there is a folder of that name where tests run.
     assert_eq!(resolve(Path::new("src/pull")).unwrap(), Path::new("src/pull"));
     assert_eq!(super::resolve_config("src/pull", &cache.0).unwrap(), Path::new("src/pull"));
-    assert!(!super::is_catalogue_name("src/pull") && super::is_catalogue_name("smollm2-135m"));
-    assert!(super::is_catalogue_name("org/name@v1:x.gguf") && !super::is_catalogue_name("./org/name"));
+    assert!(!super::is_name("src/pull") && super::is_name("smollm2-135m"));
+    assert!(super::is_name("org/name@v1:x.gguf") && !super::is_name("./org/name"));
     assert!(matches!(super::pull("absent", &cache.0, &mut Told::default()), Err(PullError::Unknown { .. })));
 }
 
