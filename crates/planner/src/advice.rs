@@ -11,7 +11,7 @@ const FASTER: f64 = 0.95;
 pub fn recommended(plan: &Plan) -> Option<usize> {
     let memories = || plan.choices.iter().filter_map(|c| Some((c.tp_size, c.memory.as_ref()?)));
     let serving = memories().find(|(_, m)| m.serves(&plan.workload));
-    serving.or_else(|| memories().filter(|(_, m)| m.loads()).next_back()).map(|(tp_size, _)| tp_size)
+    serving.or_else(|| memories().rfind(|(_, m)| m.loads())).map(|(tp_size, _)| tp_size)
 }
 
 /// The recommendation and its reasons.

@@ -195,7 +195,7 @@ pub fn first_layer(tp: usize, promise: Promise, left: &Layers, right: &Layers) -
             let error = a.iter().zip(b).fold(0.0_f32, |max, (x, y)| max.max((x - y).abs()));
             let differs = match promise {
                 Promise::BitEqual => a.iter().zip(b).any(|(x, y)| x.to_bits() != y.to_bits()),
-                Promise::Close => !(f64::from(error) <= CLOSE * f64::from(largest)),
+                Promise::Close => error.is_nan() || f64::from(error) > CLOSE * f64::from(largest),
             };
             if differs {
                 let place = match layer {
