@@ -134,11 +134,16 @@ impl Model {
 fn a_step_that_ran_before_allocates_nothing() {
     let mut model = Model::new();
     let positions: Vec<u32> = (START as u32..(START + TOKENS) as u32).collect();
-    // Prefill, and decode, which is cut by splits: the second time nothing may be asked for.
-    for (round, tokens) in [TOKENS, 1, TOKENS, 1].into_iter().enumerate() {
+    // Prefill, and decode, which is cut by splits: the first time buffers may grow. Afterwards a step that asks for
+    // memory does so every time, whereas the test harness's own thread, which is counted too, does so at most once.
+    let mut step = |tokens: usize| {
         let before = ALLOCATIONS.load(Ordering::SeqCst);
         model.step(&positions[..tokens], &positions[..tokens]);
-        let asked = ALLOCATIONS.load(Ordering::SeqCst) - before;
-        assert!(round < 2 || asked == 0, "{asked} allocations in a step of {tokens} tokens");
+        ALLOCATIONS.load(Ordering::SeqCst) - before
+    };
+    for tokens in [TOKENS, 1] {
+        step(tokens);
+        let least = (0..3).map(|_| step(tokens)).min();
+        assert_eq!(least, Some(0), "allocations in a step of {tokens} tokens");
     }
 }

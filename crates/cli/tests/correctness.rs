@@ -49,6 +49,19 @@ fn a3_fewer_kv_heads_than_ranks() {
 }
 
 #[test]
+fn every_family_and_rope_at_every_legal_size() {
+    check_at(&["rand_yarn", "rand_yarn_af1", "rand_rope_dynamic", "rand_gemma3_nested"], &[1, 2]);
+    let windowed = ["rand_mistral_window", "rand_qwen2_window", "rand_qwen3_window"];
+    let fused = ["rand_phi3", "rand_phi3_longrope"];
+    let sandwiched = ["rand_gemma2", "rand_gemma3"];
+    let mixtures = ["rand_qwen3_moe", "rand_qwen3_moe_sparse_step"];
+    for names in [&windowed[..], &fused, &sandwiched, &mixtures] {
+        check_at(names, &[1, 2, 4, 8]);
+    }
+    check_at(&["rand_qwen3_moe_heads6"], &[1, 2, 6]);
+}
+
+#[test]
 fn a4_illegal_tp_sizes_are_refused_with_what_would_work() {
     let temp = TempDir::new("a4");
     #[rustfmt::skip]

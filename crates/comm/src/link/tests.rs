@@ -121,7 +121,7 @@ fn bytes_that_are_no_message_are_an_error_and_the_link_goes_on() {
     push.connect().unwrap();
     push.send(&[9, 9, 9], LONG).unwrap();
     push.send(&[], LONG).unwrap();
-    push.send(&[1, 0xff, 0xff], LONG).unwrap();
+    push.send(&[lockstep_wire::codec::WIRE_VERSION, 0xff, 0xff], LONG).unwrap();
     push.send(&encode(&ToScheduler::FlushCache).unwrap(), LONG).unwrap();
     let next = || receiver.recv(Some(LONG));
     assert!(matches!(next(), Err(LinkError::Wire { source: WireError::Version { got: 9 }, .. })));
