@@ -82,14 +82,17 @@ impl Forward<'_> {
             for (sequence, kept) in layers.iter_mut().enumerate() {
                 let count = self.sequences[sequence].len();
                 let width = rank.config.hidden_size;
-                self.step(
-                    &mut rank,
-                    &[Row { sequence, start: 0, count }],
-                    &tables,
-                    &mut |_, backend, stream| {
-                        kept.push(backend.read(stream, count)[..count * width].to_vec());
-                    },
-                )?;
+                let mut failed = None;
+                let row = Row { sequence, start: 0, count };
+                self.step(&mut rank, &[row], &tables, &mut |_, backend, stream| match backend
+                    .read(stream, count)
+                {
+                    Ok(values) => kept.push(values[..count * width].to_vec()),
+                    Err(error) => failed = Some(error),
+                })?;
+                if let Some(error) = failed {
+                    return Err(error.into());
+                }
             }
             Ok(layers)
         })
@@ -212,7 +215,7 @@ impl Forward<'_> {
         let context = (&mut rank.backend, &*rank.collective);
         let local =
             rank.decoder.forward_observed(context, &input, &mut rank.cache, &mut rank.work, observe)?;
-        let local = rank.backend.read(local, wanted.len()).into_owned();
+        let local = rank.backend.read(local, wanted.len())?.into_owned();
         gather(rank, &local, &kept)
     }
 }

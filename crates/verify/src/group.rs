@@ -100,6 +100,7 @@ impl Group<'_> {
             head_dim: config.head_dim,
             page_size: sizes.page_size,
             num_pages: sizes.num_pages,
+            dtype: backend.kv_dtype(),
         })?;
         Ok(Rank { parallel: p, config, backend, decoder, work, cache, collective })
     }
