@@ -30,7 +30,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("engine", &["core", "wire", "comm", "weights", "backend", "model", "kvcache", "scheduler", "grammar"]),
     ("verify", &["core", "comm", "weights", "backend", "model", "scheduler", "engine"]),
     ("tokenizer", &["core", "wire", "comm", "weights", "grammar"]),
-    ("api", &["core", "wire", "comm"]),
+    ("api", &["core", "wire", "comm", "grammar"]),
     ("launch", &["core", "wire", "comm"]),
     ("sim", &["core", "wire", "comm", "kvcache", "scheduler", "engine"]),
     ("testkit", &[]),
