@@ -79,7 +79,7 @@ pub struct ReplayFlags {
 /// Flags of `lockstep pull`.
 #[derive(Args, Debug)]
 pub struct PullFlags {
-    /// Catalogue name or org/name[@revision][:file.gguf] of the hub; without one the catalogue is listed.
+    /// Catalogue name or `org/name[@revision][:file.gguf]` of the hub; without one the catalogue is listed.
     pub name: Option<String>,
     /// Where models are kept [default: $LOCKSTEP_CACHE, else the user's cache directory].
     #[arg(long)]
