@@ -122,9 +122,12 @@ pub fn verify(subject: &dyn Subject, options: &Options, progress: &dyn Fn(&str))
         let other = run.greedy(tp, greedy::Variant::Alone);
         report.add(compare::texts(&what, promise, &options.prompts, &base, &texts, other));
     }
-    for tp in [reference].into_iter().chain(others.last().copied()) {
-        run.schedules(tp, &sequences, &mut report)?;
-        run.variants(tp, &texts, &base, &mut report)?;
+    run.schedules(reference, &sequences, &base, &mut report)?;
+    run.variants(reference, &texts, &base, &mut report)?;
+    if let Some(&last) = others.last() {
+        let whole = run.logits(last, &sequences, Schedule::whole())?;
+        run.schedules(last, &sequences, &whole, &mut report)?;
+        run.variants(last, &texts, &base, &mut report)?;
     }
     Ok(report)
 }
@@ -158,9 +161,14 @@ impl Run<'_> {
         greedy.texts(&self.group(tp))
     }
 
-    /// Logits do not depend on chunks, pages, the batch or a cached prefix.
-    fn schedules(&self, tp: usize, sequences: &[Vec<TokenId>], report: &mut Report) -> Result<()> {
-        let whole = self.logits(tp, sequences, Schedule::whole())?;
+    /// Logits do not depend on chunks, pages, the batch or a cached prefix; `whole` are those without any.
+    fn schedules(
+        &self,
+        tp: usize,
+        sequences: &[Vec<TokenId>],
+        whole: &Logits,
+        report: &mut Report,
+    ) -> Result<()> {
         let schedules = [
             Schedule { chunk: CHUNK, ..Schedule::whole() },
             Schedule { page_size: ODD_PAGE, ..Schedule::whole() },
@@ -170,7 +178,7 @@ impl Run<'_> {
         for schedule in schedules {
             let what = format!("tp {tp}, {} against whole prompts alone", schedule.words());
             let other = self.logits(tp, sequences, schedule);
-            report.add(compare::logits(&what, Promise::BitEqual, &whole, other));
+            report.add(compare::logits(&what, Promise::BitEqual, whole, other));
         }
         Ok(())
     }

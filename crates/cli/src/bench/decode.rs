@@ -1,6 +1,7 @@
 //! Decode and prefill of one model on one rank, without processes around it.
 
 use super::{bandwidth, cores};
+use crate::config_only::config_only;
 use crate::error::{CliError, Result};
 use crate::flags::DecodeFlags;
 use crate::flags::model::DtypeFlag;
@@ -9,7 +10,6 @@ use lockstep_backend::cpu::{CpuBackend, CpuOptions};
 use lockstep_backend::cuda::{CudaBackend, CudaOptions};
 use lockstep_backend::{AttentionBatch, AttentionRow, Backend, KvLayout};
 use lockstep_comm::collective::OneRank;
-use lockstep_core::config::hf;
 use lockstep_core::{DType, ExitCode, ParallelInfo};
 use lockstep_model::{Decoder, DummyWeights, ForwardInput, Loader, ShardBytes, WeightSource, Workspace};
 use lockstep_weights::ModelFiles;
@@ -58,12 +58,11 @@ pub fn decode(flags: &DecodeFlags) -> Result<()> {
 }
 
 /// Where the weights come from.
-fn source(flags: &DecodeFlags, path: &Path, dtype: Option<DType>) -> anyhow::Result<Box<dyn WeightSource>> {
+fn source(flags: &DecodeFlags, path: &Path, dtype: Option<DType>) -> Result<Box<dyn WeightSource>> {
     if !flags.dummy_weights {
-        return Ok(Box::new(ModelFiles::open(path)?));
+        return Ok(Box::new(ModelFiles::open(path).map_err(CliError::with(ExitCode::ModelFiles))?));
     }
-    let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
-    let config = hf::parse(&std::fs::read(&file)?)?;
+    let (config, _) = config_only(path)?;
     Ok(Box::new(DummyWeights::new(config, dtype.unwrap_or(DType::Bf16), 1)))
 }
 
@@ -71,7 +70,7 @@ fn source(flags: &DecodeFlags, path: &Path, dtype: Option<DType>) -> anyhow::Res
 fn measure<B: Backend>(flags: &DecodeFlags, backend: B, dtype: Option<DType>) -> Result<(f64, usize)> {
     let path = pull::resolve(&flags.model, &pull::cache_dir(None))?;
     let internal = CliError::with(ExitCode::Internal);
-    let source = source(flags, &path, dtype).map_err(CliError::with(ExitCode::ModelFiles))?;
+    let source = source(flags, &path, dtype)?;
     let start = Instant::now();
     println!("{} on {}", path.display(), backend.describe());
     let mut run = Run::load(flags, &*source, backend, dtype).map_err(&internal)?;
