@@ -57,6 +57,8 @@ class Server:
 
     def __init__(self, binary, model, tp, *flags):
         self.port = free_port()
+        self.origin = f"http://127.0.0.1:{self.port}"
+        self.base_url = f"{self.origin}/v1"
         self.model = pathlib.Path(model).name
         self.log = tempfile.TemporaryFile(mode="w+", encoding="utf-8")
         command = [binary, "serve", "--model", str(model), "--tp", str(tp), "--port", str(self.port), *flags]
@@ -69,9 +71,7 @@ class Server:
             self.kill()
             raise
         # No retries: an answer that comes only at the second try is a failure here.
-        self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=120
-        )
+        self.client = openai.OpenAI(base_url=self.base_url, api_key="none", max_retries=0, timeout=120)
 
     def output(self):
         self.log.seek(0)
@@ -80,13 +80,13 @@ class Server:
     def is_ready(self):
         assert self.process.poll() is None, f"the server ended while starting:\n{self.output()}"
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+            with urllib.request.urlopen(f"{self.origin}/health", timeout=5) as answer:
                 return answer.status == 200
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
 
     def info(self):
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/server_info", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.origin}/server_info", timeout=10) as answer:
             return json.load(answer)
 
     def number(self, key):

@@ -1,7 +1,6 @@
 //! Chat templates of the chain models.
 //!
-//! All end the prompt with `<|im_start|>assistant\n`, whose newline picks the script
-//! ` hello there`.
+//! Prompts end with `<|im_start|>assistant\n`, whose newline picks the script ` hello there`.
 
 /// ChatML without a beginning-of-text token.
 pub const PLAIN: &str = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n\
@@ -10,6 +9,14 @@ pub const PLAIN: &str = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ 
 /// ChatML that writes the beginning-of-text token itself.
 pub const BOS: &str = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n\
 {{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+/// ChatML with tools in Hermes' form. A prompt that offers tools and does not end with a result ends in
+/// `J`, which picks the script that calls `weather`.
+pub const TOOLS: &str = "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}\
+{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}\
+{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n\
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\
+{% if tools and messages[-1]['role'] != 'tool' %}J{% endif %}{% endif %}";
 
 /// A second template of a named list, which no plain chat request may pick.
 pub const TOOL_USE: &str = "TOOLS {% for m in messages %}{{ m['content'] }}{% endfor %}Z";

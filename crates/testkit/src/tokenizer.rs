@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 pub const SPECIAL: [&str; 5] = ["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|eot|>"];
 
 /// Whole-word tokens of the byte-level vocabulary: ids 261 and up.
-pub const PIECES: [&str; 18] = [
+pub const PIECES: [&str; 21] = [
     " alpha",
     " beta",
     " gamma",
@@ -32,6 +32,10 @@ pub const PIECES: [&str; 18] = [
     " tail",
     " hello",
     " there",
+    // A tool call in Hermes' form, in three tokens.
+    "<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"",
+    "Rome",
+    "\"}}\n</tool_call>",
 ];
 
 /// Id of the first of [`PIECES`] in the byte-level vocabulary.
