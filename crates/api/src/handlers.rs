@@ -10,6 +10,7 @@ use crate::metrics;
 use crate::parsers::{ReasoningFormat, ToolFormat};
 use crate::request::{self, Call, Endpoint, policy::FieldPolicy};
 use crate::respond::{Answer, json, refuse};
+use crate::timing;
 use axum::body::Body;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{ConnectInfo, Path, State};
@@ -63,9 +64,13 @@ async fn submit(
     connection: Connection,
     request: Request<Body>,
 ) -> Result<(Pending, bool), Refusal> {
+    let timing = timing::is_asked(request.headers())?;
     let body = read_object(request, app.config.body_bytes_max).await?;
     let mut call = request::validate(endpoint, &body, &app.config, &app.policy)?;
     drop(body);
+    if timing {
+        call.ask_for_timing();
+    }
     let hold = connection.hold();
     let generation = app.engine.submit(std::mem::take(&mut call.requests), call.n)?;
     let prefix = match endpoint {

@@ -29,6 +29,7 @@ pub mod parsers;
 mod request;
 mod respond;
 pub mod server;
+mod timing;
 
 pub use config::{ApiConfig, ProcessInfo, REQUESTS_OPEN_MAX, SamplingDefaults};
 pub use control::{Ended, ServerControl, ServerHandle};

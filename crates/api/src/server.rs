@@ -6,6 +6,7 @@ use crate::handlers::{self, App};
 use crate::keys;
 use crate::request::policy::FieldPolicy;
 use crate::respond::{Answer, refuse};
+use crate::timing;
 use crate::{ApiConfig, ApiError, Ended, EngineClient, ServerControl};
 use axum::Router;
 use axum::http::header;
@@ -134,7 +135,7 @@ fn with_layers(routes: Router) -> Router {
         .allow_origin(AnyOrigin)
         .allow_methods(AllowMethods::mirror_request())
         .allow_headers(AllowHeaders::mirror_request())
-        .expose_headers([header::RETRY_AFTER])
+        .expose_headers([header::RETRY_AFTER, timing::HEADER])
         .max_age(PREFLIGHT_MAX_AGE);
     routes.layer(CatchPanicLayer::custom(panicked)).layer(cors)
 }

@@ -3,6 +3,7 @@
 
 use lockstep_core::{Refusal, RequestId};
 use lockstep_wire::{Begin, Broadcast, EngineInfo, ToScheduler, TokenOut};
+use std::time::Duration;
 
 /// Why the control plane failed; ends the rank.
 #[derive(Debug, thiserror::Error)]
@@ -23,8 +24,8 @@ pub enum Wait {
 
 /// The links of rank 0: the only rank that speaks to the outside.
 pub trait Primary {
-    /// Milliseconds since the group started, monotonic. Reaches schedulers only as a stamp.
-    fn now_ms(&self) -> u64;
+    /// Time since the group started, monotonic. Reaches schedulers only as a stamp in milliseconds.
+    fn now(&self) -> Duration;
     /// Appends what has arrived, in order of arrival. With [`Wait::UntilMessage`] it returns at
     /// least one message.
     fn receive(&mut self, wait: Wait, into: &mut Vec<ToScheduler>) -> Result<()>;

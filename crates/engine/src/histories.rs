@@ -171,6 +171,7 @@ mod tests {
             first_page: 0,
             page_count: 1,
             input: RowInput::Known,
+            is_prefill: false,
             samples: true,
             output_index,
             sampling: params.clone(),

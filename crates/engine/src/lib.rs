@@ -14,6 +14,7 @@
 //! | [`memory`] | how many KV pages fit, agreed over ranks |
 //! | [`exchange`] | per-step message count and digest |
 //! | [`flight`] | what the scheduler was told and decided, and its replay |
+//! | [`timing`] | where the time of a request went, if it asks |
 //! | [`start`] | from [`RankConfig`] to a running loop |
 //!
 //! **Invariant:** all ranks of a replica run the same steps on the same batches. What may differ
@@ -34,6 +35,7 @@ pub mod rank_loop;
 pub mod runner;
 pub mod sampler;
 pub mod start;
+mod timing;
 
 pub use config::{Batching, DeviceConfig, DummySpec, RankConfig};
 pub use rank_loop::RankLoop;

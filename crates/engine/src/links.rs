@@ -91,8 +91,8 @@ impl ZmqPrimary {
 }
 
 impl Primary for ZmqPrimary {
-    fn now_ms(&self) -> u64 {
-        self.start.elapsed().as_millis() as u64
+    fn now(&self) -> Duration {
+        self.start.elapsed()
     }
 
     fn receive(&mut self, wait: Wait, into: &mut Vec<ToScheduler>) -> Result<()> {

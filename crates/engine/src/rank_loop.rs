@@ -12,11 +12,14 @@ use crate::control::{Follower, Outgoing, Primary, Wait};
 use crate::exchange::{Announcement, Exchange};
 use crate::flight::{FlightRecorder, request_of};
 use crate::runner::Runner;
+use crate::timing::Timings;
 use crate::{EngineError, Result};
 use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_core::{PageId, RequestId, TokenId};
 use lockstep_scheduler::{Event, Scheduler, StepPlan};
-use lockstep_wire::{Begin, EngineInfo, EngineTotals, StepLogprobs, SubmitRequest, ToScheduler, TokenOut};
+use lockstep_wire::{
+    Begin, EngineInfo, EngineTotals, StepLogprobs, SubmitRequest, Timing, ToScheduler, TokenOut,
+};
 use std::time::Duration;
 
 /// How a rank takes part in the control plane.
@@ -35,6 +38,8 @@ pub struct RankLoop<P, F, R> {
     runner: R,
     exchange: Exchange,
     flight: FlightRecorder,
+    /// Stays empty on other ranks than 0.
+    timings: Timings,
     settings: LoopSettings,
     /// Facts that do not change, completed with counters when asked.
     info: EngineInfo,
@@ -79,7 +84,8 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
     ) -> Self {
         let exchange = Exchange::new(group.size());
         let flight = FlightRecorder::new(settings.request_timeout_ms, settings.flight_segment_bytes);
-        Self { role, group, scheduler, runner, exchange, flight, settings, info, state: LoopState::default() }
+        let (timings, state) = (Timings::default(), LoopState::default());
+        Self { role, group, scheduler, runner, exchange, flight, timings, settings, info, state }
     }
 
     /// Steps until a shutdown message has been applied, nothing is in flight and all results are sent.
@@ -141,7 +147,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         let mut stamp_ms = 0;
         if let Role::Primary(primary) = &mut self.role {
             primary.receive(if idle { Wait::UntilMessage } else { Wait::No }, &mut inbox)?;
-            stamp_ms = primary.now_ms();
+            stamp_ms = primary.now().as_millis() as u64;
             inbox.iter().try_for_each(|message| primary.publish(stamp_ms, message))?;
         }
         let announced = Announcement { messages: inbox.len() as u32, stamp_ms };
@@ -197,7 +203,14 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         let prompt = if text.echo { submitted.prompt.clone() } else { Vec::new() };
         let request = request_of(submitted, stamp_ms, self.settings.request_timeout_ms);
         match self.scheduler.submit(request, stamp_ms) {
-            Ok(()) => self.deliver(|| Outgoing::Begin(vec![Begin { id, text, prompt }])),
+            Ok(()) => {
+                if text.timing
+                    && let Role::Primary(primary) = &self.role
+                {
+                    self.timings.begin(id, primary.now());
+                }
+                self.deliver(|| Outgoing::Begin(vec![Begin { id, text, prompt }]))
+            }
             Err(refusal) => self.deliver(|| Outgoing::Refused(id, refusal)),
         }
     }
@@ -214,9 +227,20 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         if !planned {
             return Ok(false);
         }
+        if let Some(now) = self.timing_clock() {
+            self.timings.launched(&self.state.plan, now);
+        }
         self.runner.launch(&self.state.plan)?;
         self.state.in_flight += 1;
         Ok(true)
+    }
+
+    /// The time, if an open request asks where its own goes.
+    fn timing_clock(&self) -> Option<Duration> {
+        match &self.role {
+            Role::Primary(primary) if !self.timings.is_empty() => Some(primary.now()),
+            _ => None,
+        }
     }
 
     fn read_oldest(&mut self) -> Result<()> {
@@ -232,8 +256,16 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         let mut events = std::mem::take(&mut self.state.events);
         self.scheduler.take_events(&mut events);
         let mut logprobs = std::mem::take(&mut self.state.logprobs);
-        if !events.is_empty() {
-            self.deliver(|| Outgoing::Step(events.iter().map(|e| token_out(e, &mut logprobs)).collect()))?;
+        if !events.is_empty()
+            && let Role::Primary(primary) = &mut self.role
+        {
+            let timings = &mut self.timings;
+            let now = (!timings.is_empty()).then(|| primary.now());
+            let out = |event| {
+                let timing = now.and_then(|now| timings.report(event, now));
+                token_out(event, timing, &mut logprobs)
+            };
+            primary.deliver(Outgoing::Step(events.iter().map(out).collect()))?;
         }
         // What is left belongs to rows whose request had ended.
         logprobs.clear();
@@ -279,7 +311,11 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
 }
 
 /// What the detokenizer is told of one event; takes what belongs to it out of `logprobs`, which is in step order.
-fn token_out(event: &Event, logprobs: &mut Vec<(RequestId, StepLogprobs)>) -> TokenOut {
+fn token_out(
+    event: &Event,
+    timing: Option<Box<Timing>>,
+    logprobs: &mut Vec<(RequestId, StepLogprobs)>,
+) -> TokenOut {
     let mut take = |id| {
         let at = logprobs.iter().position(|(other, _)| *other == id)?;
         Some(Box::new(logprobs.remove(at).1))
@@ -297,6 +333,7 @@ fn token_out(event: &Event, logprobs: &mut Vec<(RequestId, StepLogprobs)>) -> To
             ends_with_eos: *is_eos,
             usage: usage(u),
             logprobs: take(*id),
+            timing,
         },
         Event::Finished { id, finish, usage: u } => TokenOut {
             id: *id,
@@ -305,6 +342,7 @@ fn token_out(event: &Event, logprobs: &mut Vec<(RequestId, StepLogprobs)>) -> To
             ends_with_eos: false,
             usage: usage(u),
             logprobs: None,
+            timing,
         },
     }
 }

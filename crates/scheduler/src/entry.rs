@@ -59,6 +59,8 @@ pub(crate) struct Entry {
     pub history_due: bool,
     /// Cached prefix at the first admission.
     pub cached_tokens: Option<usize>,
+    /// Times it was retracted.
+    pub retractions: u32,
     /// Cached pages of the prefix as last seen while waiting.
     pub hit_pages: usize,
     /// `KvCache::epoch` at which `hit_pages` was true.
@@ -94,6 +96,7 @@ impl Entry {
             launched: 0,
             history_due: false,
             cached_tokens: None,
+            retractions: 0,
             hit_pages: 0,
             hit_epoch: None,
             awaits_prefix: false,
@@ -110,6 +113,7 @@ impl Entry {
             prompt_tokens: self.prompt_len as u32,
             cached_tokens: self.cached_tokens.unwrap_or(0) as u32,
             completion_tokens: (self.tokens.len() - self.prompt_len) as u32,
+            retractions: self.retractions,
         }
     }
 

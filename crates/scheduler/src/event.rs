@@ -41,6 +41,8 @@ pub struct Usage {
     pub cached_tokens: u32,
     /// Generated tokens so far, the end token included.
     pub completion_tokens: u32,
+    /// Times the request was put back into the queue because pages ran out.
+    pub retractions: u32,
 }
 
 /// Gauges and totals for metrics and `/server_info`.

@@ -35,6 +35,8 @@ pub struct PlanRow {
     pub page_count: u32,
     /// Where the input tokens come from.
     pub input: RowInput,
+    /// A prefill chunk; otherwise the row decodes.
+    pub is_prefill: bool,
     /// Whether the row's last token yields a sampled token (all but unfinished prefill chunks).
     pub samples: bool,
     /// Generated tokens before the one this row samples: the position key of its random numbers.

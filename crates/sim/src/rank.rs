@@ -18,6 +18,7 @@ use lockstep_scheduler::{Counters, Scheduler, SchedulerConfig, StepDigest, StepP
 use lockstep_wire::{Broadcast, EngineInfo, ToScheduler};
 use std::ptr::NonNull;
 use std::rc::Rc;
+use std::time::Duration;
 
 /// What a rank asks of the simulation.
 pub enum Call {
@@ -152,9 +153,9 @@ struct SimPrimary {
 }
 
 impl Primary for SimPrimary {
-    fn now_ms(&self) -> u64 {
+    fn now(&self) -> Duration {
         match self.port.call(Call::Now) {
-            Reply::Now(ms) => ms,
+            Reply::Now(ms) => Duration::from_millis(ms),
             _ => unexpected("Now"),
         }
     }

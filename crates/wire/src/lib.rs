@@ -21,7 +21,8 @@ mod token_bytes;
 
 pub use codec::{WireError, decode, encode};
 pub use to_api::{
-    Delta, Echo, EngineInfo, EngineTotals, RankInfo, Ready, Role, TextLogprobs, ToApi, TokenText, Usage,
+    Delta, Echo, EngineInfo, EngineTotals, RankInfo, Ready, Role, TextLogprobs, Timing, ToApi, TokenText,
+    Usage,
 };
 pub use to_detokenizer::{Begin, StepLogprobs, ToDetokenizer, TokenLogprobs, TokenOut};
 pub use to_ranks::Broadcast;

@@ -91,6 +91,32 @@ pub struct Delta {
     pub logprobs: Option<Box<Vec<TextLogprobs>>>,
     /// The prompt, on the first delta of a request that asked for it.
     pub echo: Option<Box<Echo>>,
+    /// Where the time went, on the last delta of a request that asked for it.
+    pub timing: Option<Box<Timing>>,
+}
+
+/// Where a request's time went, by rank 0's clock: from the moment rank 0 took it to the moment a token's text is
+/// sent on. A phase that it has not reached took no time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Timing {
+    /// Microseconds until the first step that held it was launched.
+    pub queue_us: u64,
+    /// Microseconds from there to its first token.
+    pub prefill_us: u64,
+    /// Microseconds from its first token to its latest.
+    pub decode_us: u64,
+    /// Steps that held it.
+    pub steps: u32,
+    /// Of these, steps that computed its prompt or, after a retraction, its tokens again.
+    pub prefill_chunks: u32,
+    /// Requests in the smallest of these steps; 0 before the first.
+    pub batch_min: u32,
+    /// Requests in the largest of them.
+    pub batch_max: u32,
+    /// Requests of all of them, added up.
+    pub batch_sum: u64,
+    /// Times it was put back into the queue because pages ran out.
+    pub retractions: u32,
 }
 
 /// A prompt on its way back to the client.

@@ -1,6 +1,6 @@
 //! Messages from rank 0 to the detokenizer.
 
-use crate::to_api::Usage;
+use crate::to_api::{Timing, Usage};
 use crate::to_tokenizer::TextParams;
 use lockstep_core::{FinishReason, RequestId, TokenId};
 use serde::{Deserialize, Serialize};
@@ -44,6 +44,9 @@ pub struct TokenOut {
     pub usage: Usage,
     /// For requests that asked for log-probabilities; costs the others nothing.
     pub logprobs: Option<Box<StepLogprobs>>,
+    /// Where the time went so far, for requests that asked ([`TextParams::timing`]). With every message, since a
+    /// stop string may make any of them the last.
+    pub timing: Option<Box<Timing>>,
 }
 
 /// Log-probabilities of one request, of the tokens that come with them.

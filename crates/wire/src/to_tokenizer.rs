@@ -68,4 +68,6 @@ pub struct TextParams {
     pub skip_special_tokens: bool,
     /// Report the prompt's text and tokens before the answer's ([`Delta::echo`](crate::Delta)).
     pub echo: bool,
+    /// Report where the request's time went ([`Delta::timing`](crate::Delta)).
+    pub timing: bool,
 }

@@ -15,7 +15,8 @@ fn random(state: &mut u64) -> u64 {
 }
 
 fn text_params() -> TextParams {
-    TextParams { stop: vec!["é漢".into(), "\n".into()], skip_special_tokens: true, echo: true }
+    let stop = vec!["é漢".into(), "\n".into()];
+    TextParams { stop, skip_special_tokens: true, echo: true, timing: true }
 }
 
 fn sampling() -> SamplingParams {
@@ -88,6 +89,7 @@ fn to_detokenizer() -> Vec<ToDetokenizer> {
             prompt: vec![],
             output: vec![TokenLogprobs { token: 5, logprob: -0.5, top: vec![(5, -0.5), (6, -9.25)] }],
         })),
+        timing: Some(Box::new(Timing { queue_us: 1, batch_sum: u64::MAX, ..Timing::default() })),
     };
     vec![
         ToDetokenizer::Begin(vec![Begin { id: RequestId(2), text: text_params(), prompt: vec![1, 2] }]),
@@ -117,6 +119,7 @@ fn to_api() -> Vec<ToApi> {
         usage: Usage::default(),
         logprobs: Some(Box::new(vec![text_logprobs(Some(-1.5))])),
         echo: Some(Box::new(Echo { text: "ab".into(), tokens: vec![text_logprobs(None)] })),
+        timing: Some(Box::new(Timing { retractions: 7, ..Timing::default() })),
     };
     let ready = Ready { role: Role::Tokenizer(1), engine: Some(info.clone()), chat_error: Some("x".into()) };
     vec![

@@ -18,8 +18,9 @@ use crate::connection::{Connection, Hold};
 use crate::engine::Generation;
 use crate::request::{Endpoint, Parsing};
 use crate::respond::{Answer, refuse};
+use crate::timing::TimingBody;
 use lockstep_core::{FinishReason, Refusal, RequestId};
-use lockstep_wire::{Delta, TextLogprobs, Usage};
+use lockstep_wire::{Delta, TextLogprobs, Timing, Usage};
 use parts::Reader;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -50,6 +51,7 @@ impl Pending {
             open: self.generation.choices(),
             per_prompt: self.per_prompt.max(1),
             started: Instant::now(),
+            timing: None,
         }
     }
 
@@ -67,14 +69,15 @@ struct Piece {
     tokens: Vec<TextLogprobs>,
     finish: Option<FinishReason>,
     usage: Usage,
+    timing: Option<Box<Timing>>,
 }
 
 impl Piece {
     /// The echoed prompt, if it is there, and the new text; `echo_only` leaves out what was generated.
     fn of(delta: Delta, echo_only: bool) -> Self {
-        let Delta { id, text, finish, mut usage, logprobs, echo, .. } = delta;
+        let Delta { id, text, finish, mut usage, logprobs, echo, timing, .. } = delta;
         let echo = echo.map_or_else(Default::default, |echo| (echo.text, echo.tokens));
-        let mut piece = Self { id, text: echo.0, tokens: echo.1, finish, usage };
+        let mut piece = Self { id, text: echo.0, tokens: echo.1, finish, usage, timing };
         if echo_only {
             usage.completion_tokens = 0;
             let finish = finish.map(|f| if f == FinishReason::Abort { f } else { FinishReason::Length });
@@ -96,6 +99,8 @@ pub(crate) async fn answer(pending: Pending, stream: bool) -> Answer {
 struct Choice {
     usage: Usage,
     finish: Option<FinishReason>,
+    /// Where its time went, if the client asked; from its end on.
+    timing: Option<TimingBody>,
 }
 
 /// The choices of an answer and how many of them go on.
@@ -105,6 +110,8 @@ struct Choices {
     open: usize,
     per_prompt: usize,
     started: Instant,
+    /// Of the choice that ended last.
+    timing: Option<TimingBody>,
 }
 
 impl Choices {
@@ -118,6 +125,9 @@ impl Choices {
         }
         if let Some(finish) = piece.finish {
             let usage = piece.usage;
+            let timing = piece.timing.as_deref();
+            state.timing = timing.map(|timing| TimingBody::new(timing, usage, self.started.elapsed()));
+            self.timing = state.timing;
             tracing::debug!(
                 request = %piece.id,
                 prompt_tokens = usage.prompt_tokens,

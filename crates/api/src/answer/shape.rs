@@ -5,6 +5,7 @@ use super::parts::{Joined, JoinedCall};
 use crate::parsers::Event as Part;
 use crate::request::{Endpoint, LogprobsWish};
 use crate::respond::to_json;
+use crate::timing::TimingBody;
 use lockstep_wire::{TextLogprobs, Usage};
 use serde::Serialize;
 
@@ -31,8 +32,16 @@ pub(crate) struct Shape {
 pub(super) struct WholeChoice {
     pub(super) joined: Joined,
     pub(super) tokens: Vec<TextLogprobs>,
+    pub(super) end: End,
+}
+
+/// How a choice ended.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct End {
     /// As OpenAI names it.
     pub(super) finish: &'static str,
+    /// Where its time went, if the client asked.
+    pub(super) timing: Option<TimingBody>,
 }
 
 #[derive(Serialize)]
@@ -70,6 +79,8 @@ struct ChatChoice<'a> {
     delta: Option<Message<'a>>,
     logprobs: Option<LogprobsBody>,
     finish_reason: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    timing: Option<TimingBody>,
 }
 
 #[derive(Default, Serialize)]
@@ -151,6 +162,8 @@ struct TextChoice<'a> {
     text: &'a str,
     logprobs: Option<LogprobsBody>,
     finish_reason: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    timing: Option<TimingBody>,
 }
 
 impl From<Usage> for UsageBody {
@@ -189,29 +202,31 @@ impl Head {
     }
 
     /// The whole answer.
-    pub(super) fn whole(&self, choices: &[WholeChoice], usage: Usage) -> String {
+    pub(super) fn whole<'a>(&self, choices: &'a [WholeChoice], usage: Usage) -> String {
         let usage = Some(Some(usage.into()));
         let numbered = choices.iter().enumerate().map(|(i, choice)| {
             let logprobs = self.logprobs(&choice.tokens, &mut TextOffset::default());
-            (i, &choice.joined, choice.finish, logprobs)
+            (i, choice, logprobs)
         });
         match self.endpoint {
             Endpoint::Chat => {
-                let choice = |(index, joined, finish, logprobs)| ChatChoice {
+                let choice = |(index, choice, logprobs): (_, &'a WholeChoice, _)| ChatChoice {
                     index,
-                    message: Some(Message::whole(joined)),
+                    message: Some(Message::whole(&choice.joined)),
                     delta: None,
                     logprobs,
-                    finish_reason: Some(finish),
+                    finish_reason: Some(choice.end.finish),
+                    timing: choice.end.timing,
                 };
                 self.envelope("chat.completion", &numbered.map(choice).collect::<Vec<_>>(), usage)
             }
             Endpoint::Completions => {
-                let choices = numbered.map(|(index, joined, finish, logprobs)| TextChoice {
+                let choices = numbered.map(|(index, choice, logprobs)| TextChoice {
                     index,
-                    text: &joined.text,
+                    text: &choice.joined.text,
                     logprobs,
-                    finish_reason: Some(finish),
+                    finish_reason: Some(choice.end.finish),
+                    timing: choice.end.timing,
                 });
                 self.envelope("text_completion", &choices.collect::<Vec<_>>(), usage)
             }
@@ -235,16 +250,10 @@ impl Head {
     }
 
     /// The last chunk of a choice; it carries no text.
-    pub(super) fn finish_chunk(
-        &self,
-        index: usize,
-        finish: &'static str,
-        logprobs: Option<LogprobsBody>,
-    ) -> String {
-        let finish = Some(finish);
+    pub(super) fn finish_chunk(&self, index: usize, end: End, logprobs: Option<LogprobsBody>) -> String {
         match self.endpoint {
-            Endpoint::Chat => self.chat_chunk(index, Message::default(), finish, logprobs),
-            Endpoint::Completions => self.text_completion_chunk(index, "", finish, logprobs),
+            Endpoint::Chat => self.chat_chunk(index, Message::default(), Some(end), logprobs),
+            Endpoint::Completions => self.text_completion_chunk(index, "", Some(end), logprobs),
         }
     }
 
@@ -258,10 +267,11 @@ impl Head {
         &self,
         index: usize,
         delta: Message<'_>,
-        finish_reason: Option<&'static str>,
+        end: Option<End>,
         logprobs: Option<LogprobsBody>,
     ) -> String {
-        let choice = ChatChoice { index, message: None, delta: Some(delta), logprobs, finish_reason };
+        let (finish_reason, timing) = (end.map(|end| end.finish), end.and_then(|end| end.timing));
+        let choice = ChatChoice { index, message: None, delta: Some(delta), logprobs, finish_reason, timing };
         self.envelope(self.chunk_object(), &[choice], self.no_usage_yet())
     }
 
@@ -269,10 +279,11 @@ impl Head {
         &self,
         index: usize,
         text: &str,
-        finish_reason: Option<&'static str>,
+        end: Option<End>,
         logprobs: Option<LogprobsBody>,
     ) -> String {
-        let choice = TextChoice { index, text, logprobs, finish_reason };
+        let (finish_reason, timing) = (end.map(|end| end.finish), end.and_then(|end| end.timing));
+        let choice = TextChoice { index, text, logprobs, finish_reason, timing };
         self.envelope(self.chunk_object(), &[choice], self.no_usage_yet())
     }
 

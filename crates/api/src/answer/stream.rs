@@ -8,6 +8,7 @@
 
 use super::logprobs::TextOffset;
 use super::parts::Reader;
+use super::shape::End;
 use super::{Choices, PROBE_INTERVAL, Pending, Piece, half_close_patience, in_terms_of, refused};
 use crate::engine::Event;
 use crate::respond::{Answer, error_json};
@@ -122,13 +123,14 @@ impl EventStream {
             let logprobs = (i == 0).then(|| head.logprobs(&held, &mut sent.offset)).flatten();
             push_frame(&mut frames, &head.part_chunk(index, part, logprobs));
         }
+        let last = self.choices.record(index, &piece);
         if let Some(finish) = piece.finish {
             let held = std::mem::take(&mut sent.held);
             let logprobs = (!held.is_empty()).then(|| head.logprobs(&held, &mut sent.offset)).flatten();
             let finish = sent.reader.finish_reason(finish);
-            push_frame(&mut frames, &head.finish_chunk(index, finish, logprobs));
+            let end = End { finish, timing: self.choices.list[index].timing };
+            push_frame(&mut frames, &head.finish_chunk(index, end, logprobs));
         }
-        let last = self.choices.record(index, &piece);
         if last {
             let usage = self.pending.head.usage_chunk(self.choices.usage());
             usage.iter().for_each(|chunk| push_frame(&mut frames, chunk));

@@ -1,10 +1,11 @@
 //! The answer as one JSON document.
 
 use super::parts::{Joined, Reader};
-use super::shape::WholeChoice;
+use super::shape::{End, WholeChoice};
 use super::{Choices, PROBE_INTERVAL, Pending, Piece, half_close_patience, in_terms_of, refused};
 use crate::engine::Event;
 use crate::respond::{Answer, error_json, json_body, json_text};
+use crate::timing;
 use axum::body::{Body, Bytes};
 use axum::http::StatusCode;
 use lockstep_core::{FinishReason, Refusal};
@@ -35,7 +36,13 @@ pub(super) async fn answer(pending: Pending) -> Answer {
         () = patience => return json_body(StatusCode::OK, probing_body(collector)),
     };
     match collected {
-        Ok(text) => json_text(StatusCode::OK, text),
+        Ok(text) => {
+            let mut answer = json_text(StatusCode::OK, text);
+            if let Some(timing) = collector.choices.timing {
+                answer.headers_mut().insert(timing::HEADER, timing.header());
+            }
+            answer
+        }
         Err(refusal) => refused(&collector.pending.head, refusal),
     }
 }
@@ -84,11 +91,9 @@ impl Collector {
 
     fn document(&mut self) -> String {
         let parts = std::mem::take(&mut self.parts).into_iter();
-        let finishes = self.choices.list.iter().map(|choice| choice.finish.unwrap_or(FinishReason::Abort));
-        let whole = parts.zip(finishes).map(|(Parts { reader, joined, tokens }, finish)| WholeChoice {
-            joined,
-            tokens,
-            finish: reader.finish_reason(finish),
+        let whole = parts.zip(&self.choices.list).map(|(Parts { reader, joined, tokens }, choice)| {
+            let finish = reader.finish_reason(choice.finish.unwrap_or(FinishReason::Abort));
+            WholeChoice { joined, tokens, end: End { finish, timing: choice.timing } }
         });
         self.pending.head.whole(&whole.collect::<Vec<_>>(), self.choices.usage())
     }

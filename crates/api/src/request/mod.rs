@@ -29,6 +29,13 @@ pub(crate) enum Endpoint {
     Completions,
 }
 
+impl Call {
+    /// Asks where the time of its requests goes.
+    pub(crate) fn ask_for_timing(&mut self) {
+        self.requests.iter_mut().for_each(|request| request.text.timing = true);
+    }
+}
+
 impl Endpoint {
     /// The field that holds the prompt.
     pub(crate) fn prompt_field(self) -> &'static str {

@@ -48,6 +48,7 @@ const COMMON: &[&str] = &[
     "regex",
     "ebnf",
     "json_schema",
+    "timing",
 ];
 /// Read on `/v1/chat/completions` only.
 const CHAT: &[&str] = &[

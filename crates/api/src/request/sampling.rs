@@ -235,7 +235,8 @@ pub(super) fn text_params(fields: &Fields<'_>, endpoint: Endpoint) -> Result<Tex
     }
     let skip_special_tokens = fields.boolean("skip_special_tokens")?.unwrap_or(true);
     let echo = endpoint == Endpoint::Completions && fields.boolean("echo")?.unwrap_or(false);
-    Ok(TextParams { stop, skip_special_tokens, echo })
+    let timing = fields.boolean("timing")?.unwrap_or(false);
+    Ok(TextParams { stop, skip_special_tokens, echo, timing })
 }
 
 fn stop_string(fields: &Fields<'_>, item: &Value) -> Result<String, Refusal> {

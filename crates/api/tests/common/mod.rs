@@ -128,7 +128,8 @@ impl FakeEngine {
 pub fn delta(id: RequestId, text: &str, finish: Option<FinishReason>) -> Delta {
     let usage = Usage { prompt_tokens: 3, cached_tokens: 1, completion_tokens: 2 };
     let (text, tokens) = (text.into(), vec![1 as TokenId]);
-    Delta { id, text, tokens, finish, stopped_by_text: false, usage, logprobs: None, echo: None }
+    let stopped_by_text = false;
+    Delta { id, text, tokens, finish, stopped_by_text, usage, logprobs: None, echo: None, timing: None }
 }
 
 /// A POST with a JSON body.

@@ -54,6 +54,7 @@ impl Scheduler {
         let entry = &mut self.entries[slot];
         assert!(entry.pending.is_none(), "invariant: without a step in flight every token is known");
         entry.state = State::Waiting;
+        entry.retractions += 1;
         (entry.computed, entry.completed, entry.prefill_end) = (0, 0, 0);
         (entry.hit_epoch, entry.wait_key, entry.awaits_prefix) = (None, None, false);
         self.queue.push(slot, entry.precedence(), false);

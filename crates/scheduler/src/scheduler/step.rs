@@ -170,6 +170,7 @@ impl Scheduler {
                 Some((step, sample_index)) => RowInput::SampledBy { step, sample_index },
                 None => RowInput::Known,
             },
+            is_prefill: start < entry.prefill_end,
             samples,
             output_index: if samples { (end - entry.prompt_len) as u32 } else { 0 },
             sampling: entry.sampling.clone(),

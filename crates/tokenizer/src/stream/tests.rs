@@ -9,7 +9,7 @@ fn params(stop: &[&str]) -> TextParams {
     TextParams {
         stop: stop.iter().map(|s| (*s).to_owned()).collect(),
         skip_special_tokens: true,
-        echo: false,
+        ..TextParams::default()
     }
 }
 

@@ -63,7 +63,7 @@ impl<'m> DetokenizerWorker<'m> {
     /// The new text of one request. One delta per message even without text, since the api counts the
     /// tokens behind it.
     fn delta(&mut self, output: TokenOut) -> Option<Delta> {
-        let TokenOut { id, tokens, finish, ends_with_eos, usage, logprobs } = output;
+        let TokenOut { id, tokens, finish, ends_with_eos, usage, logprobs, timing } = output;
         let running = self.running.get_mut(&id)?;
         let (model, skip) = (self.model, running.skip_special_tokens);
         let echo = take_echo(model, running, &tokens, logprobs.as_deref());
@@ -75,6 +75,7 @@ impl<'m> DetokenizerWorker<'m> {
             stopped = model.finish_text(decoder, &mut text);
         }
         let finish = if stopped { Some(FinishReason::Stop) } else { finish };
+        let timing = timing.filter(|_| finish.is_some());
         if finish.is_some() {
             self.running.remove(&id);
         }
@@ -85,7 +86,7 @@ impl<'m> DetokenizerWorker<'m> {
             }
             Box::new(texts)
         });
-        Some(Delta { id, text, tokens, finish, stopped_by_text: stopped, usage, logprobs, echo })
+        Some(Delta { id, text, tokens, finish, stopped_by_text: stopped, usage, logprobs, echo, timing })
     }
 }
 

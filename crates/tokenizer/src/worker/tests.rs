@@ -92,14 +92,22 @@ fn aborts_remove_waiting_requests_and_pass_on_the_others() {
 
 fn begin(id: u64, stop: &[&str]) -> ToDetokenizer {
     let stop = stop.iter().map(|s| (*s).to_owned()).collect();
-    let text = TextParams { stop, skip_special_tokens: true, echo: false };
+    let text = TextParams { stop, skip_special_tokens: true, ..TextParams::default() };
     ToDetokenizer::Begin(vec![Begin { id: RequestId(id), text, prompt: Vec::new() }])
 }
 
 fn out(id: u64, tokens: &[u32], finish: Option<FinishReason>) -> TokenOut {
     let usage = Usage { prompt_tokens: 1, cached_tokens: 0, completion_tokens: tokens.len() as u32 };
     let ends_with_eos = finish == Some(FinishReason::Stop);
-    TokenOut { id: RequestId(id), tokens: tokens.to_vec(), finish, ends_with_eos, usage, logprobs: None }
+    TokenOut {
+        id: RequestId(id),
+        tokens: tokens.to_vec(),
+        finish,
+        ends_with_eos,
+        usage,
+        logprobs: None,
+        timing: None,
+    }
 }
 
 fn deltas(report: Option<ToApi>) -> Vec<Delta> {
