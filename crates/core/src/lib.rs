@@ -1,15 +1,16 @@
 //! Vocabulary shared by every Lockstep crate: ids, parallel layout, model description, sampling
 //! parameters, refusals, limits and exit codes.
 //!
-//! **Invariant:** nothing here does I/O, reads a clock or starts a thread. Every other crate may
-//! use this one; this one uses none of them.
+//! **Invariant:** nothing here does I/O, reads a clock or starts a thread ([`folders`] reads the environment). Every
+//! other crate may use this one; this one uses none of them.
 //!
 //! Reading order: [`ids`], [`parallel`], [`config`], [`shard`], [`sampling`], [`refusal`],
-//! [`exit`], [`limits`].
+//! [`exit`], [`limits`], [`folders`].
 
 pub mod config;
 pub mod dtype;
 pub mod exit;
+pub mod folders;
 pub mod ids;
 pub mod limits;
 pub mod parallel;

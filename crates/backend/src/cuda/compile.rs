@@ -9,7 +9,7 @@ use super::launch::Module;
 use crate::{BackendError, Result};
 use lockstep_comm::function_table;
 use lockstep_comm::library::Library;
-use lockstep_core::DType;
+use lockstep_core::{DType, folders};
 use sha2::{Digest, Sha256};
 use std::ffi::{CString, c_char, c_int};
 use std::path::{Path, PathBuf};
@@ -84,7 +84,8 @@ impl Source {
     /// The kernels of this file on `device`, from the cache or compiled.
     pub fn load(self, device: &Rc<Device>, dtype: DType) -> Result<Module> {
         let (text, options) = (self.text(), self.options(dtype, &device.architecture()));
-        let cached = cache_folder().map(|folder| folder.join(self.cache_name(&text, &options)));
+        let cached =
+            folders::cache_folder().map(|cache| cache.join("kernels").join(self.cache_name(&text, &options)));
         if let Some(code) = cached.as_ref().and_then(|path| std::fs::read(path).ok())
             && let Ok(module) = Module::load(device, &code)
         {
@@ -108,15 +109,6 @@ impl Source {
         let digest: String = hash.finalize()[..12].iter().map(|b| format!("{b:02x}")).collect();
         format!("{}-{digest}.cubin", self.name())
     }
-}
-
-/// `$LOCKSTEP_CACHE/kernels`, else below the user's cache directory.
-fn cache_folder() -> Option<PathBuf> {
-    let variable = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
-    let base = variable("LOCKSTEP_CACHE")
-        .or_else(|| variable("XDG_CACHE_HOME").map(|cache| cache.join("lockstep")))
-        .or_else(|| variable("HOME").map(|home| home.join(".cache/lockstep")))?;
-    Some(base.join("kernels"))
 }
 
 fn store(path: &Path, code: &[u8]) -> std::io::Result<()> {

@@ -35,7 +35,7 @@ pub use error::PullError;
 use hub::HubOptions;
 use hub_model::Places;
 use id::HubId;
-use lockstep_core::ExitCode;
+use lockstep_core::{ExitCode, folders};
 use partial::Partial;
 pub use progress::Progress;
 use pypi::{Pip, WheelSource};
@@ -65,14 +65,10 @@ pub fn run(flags: &PullFlags) -> crate::error::Result<()> {
     Ok(())
 }
 
-/// Where models are kept: the flag, else `LOCKSTEP_CACHE`, else `lockstep` in the user's cache folder.
+/// Where models are kept: the flag, else the program's cache folder.
 pub fn cache_dir(flag: Option<PathBuf>) -> PathBuf {
-    let variable = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
-    flag.or_else(|| variable("LOCKSTEP_CACHE"))
-        .or_else(|| variable("XDG_CACHE_HOME").map(|folder| folder.join("lockstep")))
-        .or_else(|| variable("HOME").map(|home| home.join(".cache/lockstep")))
-        // Without a home (a bare container) models stay with the program's working folder.
-        .unwrap_or_else(|| PathBuf::from(".lockstep-cache"))
+    // Without a home (a bare container) models stay with the program's working folder.
+    flag.or_else(folders::cache_folder).unwrap_or_else(|| PathBuf::from(".lockstep-cache"))
 }
 
 /// Whether [`resolve`] takes it for a name (of the catalogue or the hub) rather than a path.

@@ -14,7 +14,7 @@ struct Golden {
 fn real_model(file: &str) -> Option<TextModel> {
     let folder = std::env::var_os("LOCKSTEP_MODELS")
         .map(PathBuf::from)
-        .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/lockstep")))?;
+        .or_else(lockstep_core::folders::cache_folder)?;
     let path = folder.join(file);
     if !path.exists() {
         println!("skipped: {} is not there; set LOCKSTEP_MODELS to the folder that holds it", path.display());
