@@ -16,6 +16,18 @@ pub const PAGE_SIZE_MAX: usize = 1024;
 pub const MODEL_JSON_BYTES_MAX: u64 = 256 << 20;
 /// Largest safetensors header in bytes (the format's own limit).
 pub const SAFETENSORS_HEADER_BYTES_MAX: u64 = 100 << 20;
+/// Most layers a model file may claim (a 405B model: 126).
+pub const MODEL_LAYERS_MAX: usize = 1 << 12;
+/// Most experts of a layer that a model file may claim (a trillion-parameter model: 384).
+pub const MODEL_EXPERTS_MAX: usize = 1 << 12;
+/// Most experts of all layers together (a trillion-parameter model: 23,040); each has tensors of its own.
+pub const MODEL_EXPERTS_TOTAL_MAX: usize = 1 << 17;
+/// Most heads a model file may claim, and most elements of a head.
+pub const MODEL_HEADS_MAX: usize = 1 << 14;
+/// Widest residual stream or MLP that a model file may claim (a 405B model: 53,248).
+pub const MODEL_WIDTH_MAX: usize = 1 << 24;
+/// Largest vocabulary, context or window that a model file may claim.
+pub const MODEL_TOKENS_MAX: usize = 1 << 28;
 /// Leaves of the row-parallel summation tree; tp sizes that divide it are bit-equal.
 pub const K_LEAVES: usize = 8;
 /// Positions per attention summation segment, independent of the page size.

@@ -268,35 +268,41 @@ impl ModelConfig {
     }
 
     fn check_counts(&self) -> Result<(), ConfigError> {
-        let mut positive = vec![
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.num_layers),
-            ("num_attention_heads", self.num_heads),
-            ("num_key_value_heads", self.num_kv_heads),
-            ("head_dim", self.head_dim),
-            ("vocab_size", self.vocab_size),
-            ("max_position_embeddings", self.max_position),
-            ("sliding_window", self.sliding_window.unwrap_or(1)),
+        use crate::limits::{MODEL_EXPERTS_MAX, MODEL_EXPERTS_TOTAL_MAX, MODEL_LAYERS_MAX};
+        use crate::limits::{MODEL_HEADS_MAX, MODEL_TOKENS_MAX, MODEL_WIDTH_MAX};
+        let bad = |key: &str, got: usize, want: String| {
+            Err(ConfigError::BadValue { key: key.into(), got: got.to_string(), want })
+        };
+        let mut counts = vec![
+            ("hidden_size", self.hidden_size, MODEL_WIDTH_MAX),
+            ("intermediate_size", self.intermediate_size, MODEL_WIDTH_MAX),
+            ("num_hidden_layers", self.num_layers, MODEL_LAYERS_MAX),
+            ("num_attention_heads", self.num_heads, MODEL_HEADS_MAX),
+            ("num_key_value_heads", self.num_kv_heads, MODEL_HEADS_MAX),
+            ("head_dim", self.head_dim, MODEL_HEADS_MAX),
+            ("vocab_size", self.vocab_size, MODEL_TOKENS_MAX),
+            ("max_position_embeddings", self.max_position, MODEL_TOKENS_MAX),
+            ("sliding_window", self.sliding_window.unwrap_or(1), MODEL_TOKENS_MAX),
         ];
         if let Some(moe) = &self.moe {
-            positive.push(("num_experts", moe.num_experts));
-            positive.push(("num_experts_per_tok", moe.experts_per_token));
-            positive.push(("moe_intermediate_size", moe.expert_intermediate_size));
-            if moe.experts_per_token > moe.num_experts {
-                return Err(ConfigError::BadValue {
-                    key: "num_experts_per_tok".into(),
-                    got: moe.experts_per_token.to_string(),
-                    want: format!("at most num_experts {}", moe.num_experts),
-                });
-            }
+            counts.push(("num_experts", moe.num_experts, MODEL_EXPERTS_MAX));
+            counts.push(("num_experts_per_tok", moe.experts_per_token, MODEL_EXPERTS_MAX));
+            counts.push(("moe_intermediate_size", moe.expert_intermediate_size, MODEL_WIDTH_MAX));
         }
-        match positive.into_iter().find(|(_, value)| *value == 0 || *value > 1 << 28) {
-            None => Ok(()),
-            Some((key, value)) => {
-                Err(ConfigError::BadValue { key: key.into(), got: value.to_string(), want: "1..2^28".into() })
-            }
+        if let Some((key, value, max)) = counts.into_iter().find(|(_, n, max)| !(1..=*max).contains(n)) {
+            return bad(key, value, format!("1 to {max}"));
         }
+        let Some(moe) = &self.moe else { return Ok(()) };
+        if moe.experts_per_token > moe.num_experts {
+            let want = format!("at most num_experts {}", moe.num_experts);
+            return bad("num_experts_per_tok", moe.experts_per_token, want);
+        }
+        let sparse = moe.sparse_layers.iter().filter(|sparse| **sparse).count();
+        if sparse * moe.num_experts > MODEL_EXPERTS_TOTAL_MAX {
+            let want = format!("at most {MODEL_EXPERTS_TOTAL_MAX} over the {sparse} layers that have them");
+            return bad("num_experts", moe.num_experts, want);
+        }
+        Ok(())
     }
 
     /// Lists of per-frequency divisors must have one for each frequency.

@@ -15,6 +15,7 @@ use super::header::RawTensor;
 use super::keys::{Reader, Result};
 pub(crate) use super::rope::RopeTensors;
 use lockstep_core::config::Dimensions;
+use lockstep_core::limits::{MODEL_EXPERTS_MAX, MODEL_LAYERS_MAX};
 use lockstep_core::{Activation, ConfigError, Family, ModelConfig, MoeConfig};
 
 /// Architectures of `general.architecture` that are read. A Mistral is a `llama` here.
@@ -28,10 +29,6 @@ const ARCHITECTURES: [Family; 7] = [
     Family::Gemma3,
 ];
 
-/// Most layers a file may claim (a 405B model: 126).
-const LAYERS_MAX: usize = 1 << 14;
-/// Most experts a file may claim (a trillion-parameter model: 384).
-const EXPERTS_MAX: usize = 1 << 12;
 /// Layers of the 27B models, by which llama.cpp knows them.
 const GEMMA2_27B_LAYERS: usize = 46;
 const GEMMA3_27B_LAYERS: usize = 62;
@@ -174,8 +171,8 @@ impl Reader<'_> {
             return Err(self.unsupported("expert_gating_func", "only 1 (softmax)"));
         }
         let num_experts = self.count("expert_count")?;
-        if num_experts > EXPERTS_MAX {
-            return Err(self.bad("expert_count", &format!("at most {EXPERTS_MAX}")));
+        if num_experts > MODEL_EXPERTS_MAX {
+            return Err(self.bad("expert_count", &format!("at most {MODEL_EXPERTS_MAX}")));
         }
         config.moe = Some(MoeConfig {
             num_experts,
@@ -195,8 +192,8 @@ impl Reader<'_> {
 
     fn num_layers(&self) -> Result<usize> {
         match self.count("block_count")? {
-            layers if layers <= LAYERS_MAX => Ok(layers),
-            _ => Err(self.bad("block_count", &format!("at most {LAYERS_MAX}"))),
+            layers if layers <= MODEL_LAYERS_MAX => Ok(layers),
+            _ => Err(self.bad("block_count", &format!("at most {MODEL_LAYERS_MAX}"))),
         }
     }
 

@@ -3,6 +3,7 @@
 use super::reader::Reader;
 use super::{Result, eos_tokens, layers, rope, token_id};
 use crate::config::{Activation, Dimensions, Family, ModelConfig};
+use crate::limits::MODEL_LAYERS_MAX;
 use serde_json::Value;
 
 /// Keys of other models; anything but null, false or 0 would change the answers.
@@ -147,7 +148,7 @@ fn sizes(reader: &Reader<'_>) -> Result<Dimensions> {
     Ok(Dimensions {
         hidden_size,
         intermediate_size: reader.count("intermediate_size", gemma3(9216))?,
-        num_layers: reader.count("num_hidden_layers", gemma3(26))?,
+        num_layers: reader.list_length("num_hidden_layers", gemma3(26), MODEL_LAYERS_MAX)?,
         num_heads,
         num_kv_heads: reader.count("num_key_value_heads", kv_default)?,
         head_dim,

@@ -101,8 +101,12 @@ pub(super) fn read_experts(reader: &Reader<'_>, num_layers: usize) -> Result<Moe
         Some(v) => {
             let index = |i: &Value| i.as_u64().map(|i| i as usize);
             v.as_array()
+                .filter(|list| list.len() <= num_layers)
                 .and_then(|list| list.iter().map(index).collect())
-                .ok_or_else(|| reader.bad("mlp_only_layers", v, "a list of layer numbers"))?
+                .ok_or_else(|| {
+                    let want = format!("a list of at most {num_layers} layer numbers");
+                    reader.bad("mlp_only_layers", v, &want)
+                })?
         }
     };
     Ok(MoeConfig {

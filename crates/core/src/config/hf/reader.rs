@@ -37,6 +37,14 @@ impl<'a> Reader<'a> {
         self.optional_count(key)?.or(class_default).ok_or_else(|| self.missing(key))
     }
 
+    /// A [`count`](Self::count) that sizes a list, so it is bounded before the rest is known.
+    pub fn list_length(&self, key: &str, class_default: Option<usize>, max: usize) -> Result<usize> {
+        match self.count(key, class_default)? {
+            length if length <= max => Ok(length),
+            length => Err(self.bad(key, &Value::from(length), &format!("1 to {max}"))),
+        }
+    }
+
     pub fn optional_count(&self, key: &str) -> Result<Option<usize>> {
         let Some(v) = self.get(key) else { return Ok(None) };
         match v.as_u64().filter(|n| *n > 0) {

@@ -43,6 +43,37 @@ fn head_dim_given_null_or_absent() {
 }
 
 #[test]
+fn counts_are_bounded_before_they_size_anything() {
+    for (key, got, want) in [
+        ("num_hidden_layers", json!(4_000_000_000u64), "1 to 4096"),
+        ("num_hidden_layers", json!(u64::MAX), "1 to 4096"),
+        ("num_attention_heads", json!(1 << 20), "1 to 16384"),
+        ("num_key_value_heads", json!(1 << 20), "1 to 16384"),
+        ("head_dim", json!(1 << 20), "1 to 16384"),
+        ("hidden_size", json!(1 << 26), "1 to 16777216"),
+        ("intermediate_size", json!(1u64 << 40), "1 to 16777216"),
+        ("vocab_size", json!(1u64 << 40), "1 to 268435456"),
+        ("max_position_embeddings", json!(1u64 << 40), "1 to 268435456"),
+        ("num_hidden_layers", json!(-1), "a positive whole number"),
+        ("num_hidden_layers", json!(2.5), "a positive whole number"),
+    ] {
+        let message =
+            with(json!({key: got, "head_dim": if key == "head_dim" { got.clone() } else { json!(32) }}));
+        let message = message.unwrap_err().to_string();
+        assert!(message.contains(key) && message.contains(want), "{key} {got}: {message}");
+    }
+    for (patch, want) in [
+        (json!({"num_experts": 1u64 << 40}), "num_experts is 1099511627776, expected 1 to 4096"),
+        (json!({"num_experts": 4096, "num_hidden_layers": 64}), "at most 131072 over the 64 layers"),
+        (json!({"moe_intermediate_size": 1u64 << 40}), "moe_intermediate_size"),
+        (json!({"mlp_only_layers": [0, 1, 0]}), "a list of at most 2 layer numbers"),
+    ] {
+        let message = of("Qwen3MoeForCausalLM", moe(patch.clone())).unwrap_err().to_string();
+        assert!(message.contains(want), "{patch}: {message}");
+    }
+}
+
+#[test]
 fn kv_heads_null_or_absent() {
     assert_eq!(with(json!({"num_key_value_heads": null})).unwrap().num_kv_heads, 4);
     assert_eq!(of("Qwen2ForCausalLM", json!({"num_key_value_heads": null})).unwrap().num_kv_heads, 4);
