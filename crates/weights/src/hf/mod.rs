@@ -71,7 +71,7 @@ fn read_config(folder: &Path) -> Result<(ModelConfig, Option<Quantisation>), Wei
     let path = folder.join(CONFIG);
     let text = read_small(&path)?;
     let read = || {
-        let (quantisation, text) = quantised::read(&text)?;
+        let quantisation = config_json::quantization(&text)?.map(Quantisation);
         Ok((config_json::parse(&text)?, quantisation))
     };
     read().map_err(|source| WeightsError::config(&path, source))

@@ -14,8 +14,7 @@ use crate::mapped::MappedFile;
 use crate::scaled::Scales;
 use crate::storage::{StorageKind, TensorInfo};
 use crate::tensor::{Form, Tensor};
-use lockstep_core::{ConfigError, QuantizationConfig};
-use serde_json::{Map, Value};
+use lockstep_core::QuantizationConfig;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -23,40 +22,19 @@ use std::sync::Arc;
 /// Ends of the names of scales that have no use where activations and the KV cache stay floats.
 const IGNORED: [&str; 6] =
     [".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_scale"];
-const FORMAT_KEY: &str = "checkpoint_format";
 
 /// What a `config.json` says about quantisation.
-pub(super) struct Quantisation {
-    config: QuantizationConfig,
-    /// GPTQ's second format, which stores zeros as they are.
-    second_format: bool,
-}
+pub(super) struct Quantisation(pub QuantizationConfig);
 
 impl Quantisation {
-    /// Takes GPTQ's second format out of a `config.json`, for readers that know the first: the two
-    /// differ only in how zeros are stored. Gives whether it was there.
-    pub fn take_second_format(config: &mut Map<String, Value>) -> bool {
-        let quantization = config.get_mut("quantization_config").and_then(Value::as_object_mut);
-        let Some(format) = quantization.and_then(|q| q.get_mut(FORMAT_KEY)) else { return false };
-        let second = format.as_str() == Some("gptq_v2");
-        if second {
-            *format = Value::from("gptq");
-        }
-        second
-    }
-
-    pub fn new(config: QuantizationConfig, second_format: bool) -> Self {
-        Self { config, second_format }
-    }
-
     /// Joins what belongs together. Also gives the number of scales that were dropped.
     pub fn join(&self, (files, tensors): Weights) -> Result<(Weights, usize), WeightsError> {
         let mut joiner = Joiner { files: &files, tensors };
         let ignored = joiner.drop_ignored();
-        match &self.config {
+        match &self.0 {
             QuantizationConfig::Fp8 { block_size, .. } => joiner.float8(*block_size)?,
-            QuantizationConfig::Gptq { group_size, activation_order, .. } => {
-                let zeros_offset = if self.second_format { 0 } else { FIRST_FORMAT };
+            QuantizationConfig::Gptq { group_size, activation_order, second_format, .. } => {
+                let zeros_offset = if *second_format { 0 } else { FIRST_FORMAT };
                 joiner.grouped(Packing::Gptq { zeros_offset }, *group_size, *activation_order)?;
             }
             QuantizationConfig::Awq { group_size, .. } => {
@@ -272,14 +250,4 @@ fn tile_of(
         None if scales.shape == [rows] || scales.shape == [rows, 1] => Ok((1, cols.max(1))),
         None => Err(vec![1]),
     }
-}
-
-/// The quantisation of a `config.json`, if it has one, with the text that other readers can take.
-pub(super) fn read(text: &[u8]) -> Result<(Option<Quantisation>, Vec<u8>), ConfigError> {
-    // What is not an object is refused by whoever reads the model's config from it.
-    let Ok(Value::Object(mut map)) = serde_json::from_slice(text) else { return Ok((None, text.to_vec())) };
-    let second_format = Quantisation::take_second_format(&mut map);
-    let text = if second_format { Value::Object(map).to_string().into_bytes() } else { text.to_vec() };
-    let config = lockstep_core::config::hf::quantization(&text)?;
-    Ok((config.map(|config| Quantisation::new(config, second_format)), text))
 }
