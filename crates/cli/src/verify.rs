@@ -1,13 +1,15 @@
-//! `lockstep verify`: the same answers at every tp size, chunking, page size, batch and cache hit? Exit code 0 says yes.
+//! `lockstep verify`: the same answers at every tp size, on every device, and at every chunking, page size, batch and
+//! cache hit? Exit code 0 says yes.
 
 use crate::config_only::config_only;
 use crate::error::{CliError, Result};
 use crate::flags::verify::VerifyFlags;
 use crate::pull;
-use lockstep_core::{ExitCode, ModelConfig, TokenId, shard};
+use lockstep_backend::cuda;
+use lockstep_core::{DType, ExitCode, ModelConfig, TokenId, shard};
 use lockstep_model::{DummyWeights, WeightSource};
 use lockstep_tokenizer::{TextModel, TextOptions};
-use lockstep_verify::{Options, WholeSource, report, verify};
+use lockstep_verify::{Device, Options, Report, WholeSource, check_device, report, verify};
 use lockstep_weights::ModelFiles;
 use std::io::{IsTerminal, Write};
 use std::path::Path;
@@ -32,6 +34,7 @@ const THREADS_MAX: usize = 1024;
 pub fn run(flags: &VerifyFlags) -> Result<()> {
     let flag_error = CliError::with::<anyhow::Error>(ExitCode::Flags);
     let dtype = flags.dtype.convert().map_err(&flag_error)?;
+    let devices = devices(flags, dtype).map_err(&flag_error)?;
     check(flags).map_err(&flag_error)?;
     let path = pull::resolve(&flags.model, &pull::cache_dir(flags.cache_dir.clone()))?;
     let source: Box<dyn WeightSource> = match flags.dummy_weights {
@@ -41,18 +44,37 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
         }
         None => Box::new(ModelFiles::open(&path).map_err(CliError::with(ExitCode::ModelFiles))?),
     };
-    let tp_sizes = tp_sizes(flags, source.config())?;
+    let on_gpus = devices.iter().any(|device| matches!(device, Device::Cuda { .. }));
+    let tp_sizes = tp_sizes(flags, source.config(), on_gpus)?;
     let largest = tp_sizes.iter().copied().max().unwrap_or(1);
+    // Before the reference runs, which takes longer.
+    devices
+        .iter()
+        .try_for_each(|&device| check_device(device, largest))
+        .map_err(CliError::with(ExitCode::Flags))?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let prompts = prompts(flags, &path, source.config())?;
     let options = Options {
+        devices,
         prompts,
         tokens: flags.tokens,
         threads: flags.threads.unwrap_or((cores / largest).max(1)),
-        dtype,
         bisect: flags.bisect,
         tp_sizes,
     };
+    let verdict = compared(flags, &WholeSource(&*source), &options);
+    if let Err(error) = &verdict
+        && on_gpus
+    {
+        // A GPU may wait for a rank that has stopped; the CUDA libraries would wait with it when the process ends.
+        let _ = writeln!(std::io::stderr(), "lockstep: {}", error.message);
+        cuda::exit_process(error.code.code());
+    }
+    verdict
+}
+
+/// Runs all comparisons and prints them. Errors when one failed.
+fn compared(flags: &VerifyFlags, subject: &WholeSource<'_>, options: &Options) -> Result<()> {
     let show = std::io::stderr().is_terminal();
     let progress = |what: &str| {
         if show {
@@ -60,11 +82,11 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
             let _ = write!(std::io::stderr(), "\r\x1b[K{what} ...");
         }
     };
-    let found = verify(&WholeSource(&*source), &options, &progress);
+    let found = verify(subject, options, &progress);
     if show {
         let _ = write!(std::io::stderr(), "\r\x1b[K");
     }
-    let found = found.map_err(CliError::with(ExitCode::Internal))?;
+    let found: Report = found.map_err(CliError::with(ExitCode::Internal))?;
     crate::say(&match flags.json {
         true => serde_json::to_string_pretty(&found).map_err(CliError::with(ExitCode::Internal))? + "\n",
         false => report::render(&found),
@@ -75,11 +97,24 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
     }
 }
 
-fn check(flags: &VerifyFlags) -> anyhow::Result<()> {
-    match flags.device.as_str() {
-        "auto" | "cpu" => {}
-        other => anyhow::bail!("--device {other} cannot be verified by this version; use auto or cpu"),
+/// The devices asked for, each once. Beside GPUs the CPU is the exact f32 reference; GPUs compute in bf16 unless told
+/// otherwise, as `serve` does.
+fn devices(flags: &VerifyFlags, dtype: Option<DType>) -> anyhow::Result<Vec<Device>> {
+    let beside_gpus = flags.device.iter().any(|name| name == "cuda");
+    let mut devices = Vec::new();
+    for name in &flags.device {
+        let device = match name.as_str() {
+            "auto" | "cpu" => Device::Cpu { dtype: if beside_gpus { Some(DType::F32) } else { dtype } },
+            "cuda" => Device::Cuda { dtype: dtype.unwrap_or(DType::Bf16) },
+            other => anyhow::bail!("--device {other} is not known; use auto, cpu, cuda or cpu,cuda"),
+        };
+        anyhow::ensure!(!devices.contains(&device), "--device names {name} twice; give each device once");
+        devices.push(device);
     }
+    Ok(devices)
+}
+
+fn check(flags: &VerifyFlags) -> anyhow::Result<()> {
     if !(1..=4096).contains(&flags.tokens) {
         anyhow::bail!("--tokens {} is outside 1 to 4096", flags.tokens);
     }
@@ -90,8 +125,10 @@ fn check(flags: &VerifyFlags) -> anyhow::Result<()> {
 }
 
 /// The sizes asked for, each legal and once.
-fn tp_sizes(flags: &VerifyFlags, config: &ModelConfig) -> Result<Vec<usize>> {
+fn tp_sizes(flags: &VerifyFlags, config: &ModelConfig, on_gpus: bool) -> Result<Vec<usize>> {
     let asked: Vec<i64> = match flags.tp.is_empty() {
+        // How many GPUs are there for the taking is not this command's to guess.
+        true if on_gpus => vec![1],
         true => [1, 2, 4].into_iter().filter(|&tp| shard::check_tp_size(config, tp).is_ok()).collect(),
         false => flags.tp.clone(),
     };

@@ -87,7 +87,7 @@ fn verify_passes_on_a_sound_model_and_says_what_it_compared() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{output:?}");
     assert!(text.contains("every promise kept in 16 comparisons"), "{text}");
-    assert!(text.contains("text at tp 2 against tp 1") && text.contains("same best token 10/10"), "{text}");
+    assert!(text.contains("text at cpu tp 2 against cpu tp 1") && text.contains("tokens 10/10"), "{text}");
     let output = verify(&["--model", &model, "--tp", "2", "--tokens", "3", "--json"]);
     let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(report["comparisons"][0]["promise"], "bit_equal");
@@ -115,8 +115,13 @@ fn verify_of_made_up_weights_needs_only_a_config() {
         (&["--tp", "3"][..], "--tp 3 does not divide the model's 4 query heads"),
         (&["--tp", "1,1"], "--tp names 1 twice"),
         (&["--tokens", "0"], "--tokens 0 is outside 1 to 4096"),
-        (&["--device", "cuda"], "--device cuda cannot be verified"),
+        (&["--device", "cpu,tpu"], "--device tpu is not known; use auto, cpu, cuda or cpu,cuda"),
+        (&["--device", "cpu,cpu"], "--device names cpu twice"),
+        (&["--device", "cpu,cuda", "--dtype", "f32"], "--device cuda needs an NVIDIA driver"),
     ] {
+        if args.contains(&"cpu,cuda") && std::path::Path::new("/dev/nvidiactl").exists() {
+            continue;
+        }
         let output = verify(&[&["--model", &model, "--dummy-weights"], args].concat());
         let text = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{text}");

@@ -69,6 +69,20 @@ pub struct NcclCollective {
 unsafe impl Send for NcclCollective {}
 
 impl NcclCollective {
+    /// Sets what NCCL is told where the user has not. A process whose ranks are threads calls it before it starts
+    /// them.
+    ///
+    /// # Safety
+    /// No other thread reads or writes the environment meanwhile, unless this was called before.
+    pub unsafe fn prepare_environment() {
+        for (name, value) in SETTINGS {
+            if std::env::var_os(name).is_none() {
+                // SAFETY: the caller's promise.
+                unsafe { std::env::set_var(name, value) };
+            }
+        }
+    }
+
     /// Joins the ranks of `host` on the devices whose contexts are current. `group` carries the meeting
     /// point and must have the same ranks. **Collective: all ranks of the group.**
     ///
@@ -80,13 +94,9 @@ impl NcclCollective {
         let api = Library::open(&["libnccl.so.2"], hint)
             .and_then(|library| Nccl::load(&library))
             .map_err(|e| failed(e.to_string()))?;
-        for (name, value) in SETTINGS {
-            if std::env::var_os(name).is_none() {
-                // SAFETY: a rank joins at its start, from its main thread; none of its other threads reads
-                // or writes the environment.
-                unsafe { std::env::set_var(name, value) };
-            }
-        }
+        // SAFETY: a rank process joins at its start, from its main thread, and none of its other threads reads or
+        // writes the environment; ranks that are threads find it prepared, so that nothing is written.
+        unsafe { Self::prepare_environment() };
         let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
         if rank == 0 {
             // SAFETY: the out-pointer is valid. NCCL reads its settings from the environment here.

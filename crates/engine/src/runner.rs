@@ -106,6 +106,12 @@ impl<B: Backend> ModelRunner<B> {
         }
     }
 
+    /// Gives back what was made once for all requests; pool and activations end here. For callers that run one
+    /// model under several schedules.
+    pub fn into_device(self) -> (B, Decoder<B>, Box<dyn Collective>) {
+        (self.backend, self.decoder, self.collective)
+    }
+
     /// Fills [`Inputs`] from a plan.
     fn prepare(&mut self, plan: &StepPlan) -> Result<()> {
         let page_size = self.page_size as u32;

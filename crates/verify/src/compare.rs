@@ -2,22 +2,9 @@
 
 use crate::Result;
 use crate::forward::{Layers, Logits};
+use crate::place::{Bound, Promise};
 use lockstep_core::TokenId;
 use serde::Serialize;
-
-/// What two runs must have in common.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Promise {
-    /// Every bit.
-    BitEqual,
-    /// Errors of at most [`CLOSE`] times the largest logit; the best token may differ only where the two best are
-    /// closer than that.
-    Close,
-}
-
-/// Bound of [`Promise::Close`], a share of the largest logit.
-pub const CLOSE: f64 = 1e-4;
 
 /// The first place where two runs differ.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -32,11 +19,23 @@ pub struct Difference {
     pub what: String,
 }
 
+/// What was held side by side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Compared {
+    /// Logits of the same positions.
+    Logits,
+    /// Generated tokens.
+    Texts,
+}
+
 /// What came of two runs.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Comparison {
     /// The runs, in words.
     pub what: String,
+    /// What of them.
+    pub compared: Compared,
     /// What was required.
     pub promise: Promise,
     /// Whether it was kept.
@@ -45,10 +44,16 @@ pub struct Comparison {
     pub positions: usize,
     /// Largest |difference| of a logit.
     pub max_error: f64,
+    /// What it may be.
+    pub max_bound: f64,
     /// Root mean square of the differences.
     pub rms_error: f64,
+    /// What it may be, where it is bounded.
+    pub rms_bound: Option<f64>,
     /// Largest |logit| of the reference.
     pub largest_logit: f64,
+    /// Positions, or texts, that keep to the bound.
+    pub within: usize,
     /// Positions at which both prefer the same token.
     pub top1_equal: usize,
     /// Where they first differ, if they do.
@@ -58,23 +63,88 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    fn failed(what: &str, promise: Promise, error: String) -> Self {
-        Self { error: Some(error), ..Self::empty(what, promise, false) }
+    fn failed(what: &str, compared: Compared, promise: Promise, error: String) -> Self {
+        Self { error: Some(error), ..Self::empty(what, compared, promise) }
     }
 
-    fn empty(what: &str, promise: Promise, passed: bool) -> Self {
+    fn empty(what: &str, compared: Compared, promise: Promise) -> Self {
         Self {
             what: what.into(),
+            compared,
             promise,
-            passed,
+            passed: false,
             positions: 0,
             max_error: 0.0,
+            max_bound: 0.0,
             rms_error: 0.0,
+            rms_bound: None,
             largest_logit: 0.0,
+            within: 0,
             top1_equal: 0,
             first_difference: None,
             error: None,
         }
+    }
+
+    /// One position of the reference against the same of the other run.
+    fn add_position(&mut self, sums: &mut Sums, prompt: usize, position: usize, rows: (&[f32], &[f32])) {
+        let (a, b) = rows;
+        let errors = || a.iter().zip(b).map(|(x, y)| (f64::from(*x) - f64::from(*y)).abs());
+        let error = errors().fold(0.0, f64::max);
+        sums.squares += errors().map(|e| e * e).sum::<f64>();
+        sums.reference_squares += a.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+        sums.values += a.len();
+        self.positions += 1;
+        self.max_error = self.max_error.max(error);
+        let ((best_a, margin), (best_b, _)) = (best(a), best(b));
+        self.top1_equal += usize::from(best_a == best_b);
+        let same_bits = a.iter().zip(b).all(|(x, y)| x.to_bits() == y.to_bits());
+        let keeps = match self.promise {
+            Promise::BitEqual => same_bits,
+            Promise::Close(_) => error <= self.max_bound && (best_a == best_b || margin <= self.max_bound),
+        };
+        self.within += usize::from(keeps);
+        if !same_bits && self.first_difference.is_none() {
+            let what = format!("logits differ by up to {error:.3e}, best token {best_a} against {best_b}");
+            self.first_difference = Some(Difference { prompt, position, margin, what });
+        }
+    }
+
+    /// The verdict, once all positions are in.
+    fn conclude(&mut self, sums: &Sums) {
+        let mean = |squares: f64| (squares / sums.values.max(1) as f64).sqrt();
+        self.rms_error = mean(sums.squares);
+        self.rms_bound = match self.promise {
+            Promise::BitEqual => None,
+            Promise::Close(bound) if bound.of_positions < 1.0 => None,
+            Promise::Close(bound) => Some(bound.share * mean(sums.reference_squares)),
+        };
+        self.passed = enough(self.promise, self.within, self.positions)
+            && self.rms_bound.is_none_or(|bound| self.rms_error <= bound);
+    }
+}
+
+/// What errors are made of.
+#[derive(Default)]
+struct Sums {
+    squares: f64,
+    reference_squares: f64,
+    values: usize,
+}
+
+/// Whether as many of `all` keep to the bound as must.
+fn enough(promise: Promise, within: usize, all: usize) -> bool {
+    match promise {
+        Promise::BitEqual => within == all,
+        Promise::Close(Bound { of_positions, .. }) => within as f64 >= of_positions * all as f64,
+    }
+}
+
+/// The largest error that a promise allows.
+fn max_bound(promise: Promise, largest_logit: f64) -> f64 {
+    match promise {
+        Promise::BitEqual => 0.0,
+        Promise::Close(bound) => bound.share * largest_logit,
     }
 }
 
@@ -92,55 +162,32 @@ fn best(logits: &[f32]) -> (usize, f64) {
 }
 
 /// Compares logits position by position.
-pub fn logits(what: &str, promise: Promise, reference: &Logits, other: Result<Logits>) -> Comparison {
+pub fn logits(what: &str, promise: Promise, reference: &Logits, other: &Result<Logits>) -> Comparison {
+    let failed = |error: String| Comparison::failed(what, Compared::Logits, promise, error);
     let other = match other {
         Ok(other) => other,
-        Err(error) => return Comparison::failed(what, promise, error.to_string()),
+        Err(error) => return failed(error.to_string()),
     };
-    let mut found = Comparison::empty(what, promise, true);
-    let (mut squares, mut values, mut bits_equal, mut tops_close) = (0.0, 0_usize, true, true);
+    let mut found = Comparison::empty(what, Compared::Logits, promise);
+    let mut sums = Sums::default();
     found.largest_logit = largest(reference);
-    for (prompt, (left, right)) in reference.iter().zip(&other).enumerate() {
+    found.max_bound = max_bound(promise, found.largest_logit);
+    for (prompt, (left, right)) in reference.iter().zip(other).enumerate() {
         if left.len() != right.len() {
-            return Comparison::failed(
-                what,
-                promise,
-                format!("prompt {prompt}: other positions were computed"),
-            );
+            return failed(format!("prompt {prompt}: other positions were computed"));
         }
         for ((position, a), (_, b)) in left.iter().zip(right) {
             if a.len() != b.len() {
-                let error = format!("a vocabulary of {} tokens against one of {}", b.len(), a.len());
-                return Comparison::failed(what, promise, error);
+                return failed(format!("a vocabulary of {} tokens against one of {}", b.len(), a.len()));
             }
             if let Some(id) = b.iter().position(|logit| !logit.is_finite()) {
-                let error =
-                    format!("prompt {prompt}, position {position}: the logit of token {id} is not a number");
-                return Comparison::failed(what, promise, error);
+                let place = format!("prompt {prompt}, position {position}");
+                return failed(format!("{place}: the logit of token {id} is not a number"));
             }
-            let errors = || a.iter().zip(b).map(|(x, y)| (f64::from(*x) - f64::from(*y)).abs());
-            let error = errors().fold(0.0, f64::max);
-            squares += errors().map(|e| e * e).sum::<f64>();
-            values += a.len();
-            found.positions += 1;
-            found.max_error = found.max_error.max(error);
-            let ((best_a, margin), (best_b, _)) = (best(a), best(b));
-            found.top1_equal += usize::from(best_a == best_b);
-            tops_close &= best_a == best_b || margin <= CLOSE * found.largest_logit;
-            let same_bits = a.iter().zip(b).all(|(x, y)| x.to_bits() == y.to_bits());
-            bits_equal &= same_bits;
-            if !same_bits && found.first_difference.is_none() {
-                let what =
-                    format!("logits differ by up to {error:.3e}, best token {best_a} against {best_b}");
-                found.first_difference = Some(Difference { prompt, position: *position, margin, what });
-            }
+            found.add_position(&mut sums, prompt, *position, (a, b));
         }
     }
-    found.rms_error = (squares / values.max(1) as f64).sqrt();
-    found.passed = match promise {
-        Promise::BitEqual => bits_equal,
-        Promise::Close => found.max_error <= CLOSE * found.largest_logit && tops_close,
-    };
+    found.conclude(&sums);
     found
 }
 
@@ -156,19 +203,21 @@ pub fn texts(
     prompts: &[Vec<TokenId>],
     base: &Logits,
     reference: &[Vec<TokenId>],
-    other: Result<Vec<Vec<TokenId>>>,
+    other: &Result<Vec<Vec<TokenId>>>,
 ) -> Comparison {
     let other = match other {
         Ok(other) => other,
-        Err(error) => return Comparison::failed(what, promise, error.to_string()),
+        Err(error) => return Comparison::failed(what, Compared::Texts, promise, error.to_string()),
     };
-    let mut found = Comparison::empty(what, promise, true);
+    let mut found = Comparison::empty(what, Compared::Texts, promise);
     found.largest_logit = largest(base);
-    for (prompt, (a, b)) in reference.iter().zip(&other).enumerate() {
+    found.max_bound = max_bound(promise, found.largest_logit);
+    for (prompt, (a, b)) in reference.iter().zip(other).enumerate() {
         found.positions += a.len();
         let same = a.iter().zip(b).take_while(|(x, y)| x == y).count();
         found.top1_equal += same;
         if same == a.len() && a.len() == b.len() {
+            found.within += 1;
             continue;
         }
         // The token at `position` was chosen by the logits of the position before it.
@@ -176,17 +225,19 @@ pub fn texts(
         let known = base[prompt].iter().find(|(at, _)| at + 1 == position);
         let margin = known.map_or(f64::NAN, |(_, row)| best(row).1);
         // Without the logits there nothing excuses a difference.
-        found.passed &= promise == Promise::Close && margin <= CLOSE * found.largest_logit;
+        found.within += usize::from(promise != Promise::BitEqual && margin <= found.max_bound);
         let token =
             |text: &[TokenId]| text.get(same).map_or("nothing".to_owned(), |id| format!("token {id}"));
         let what = format!("{} was {}", token(b), token(a));
         found.first_difference.get_or_insert(Difference { prompt, position, margin, what });
     }
+    found.passed = enough(promise, found.within, reference.len());
     found
 }
 
-/// The first residual stream that differs more than was promised, in words.
-pub fn first_layer(tp: usize, promise: Promise, left: &Layers, right: &Layers) -> Option<String> {
+/// The first residual stream that differs more than was promised, in words. NaN where values should be is a
+/// difference.
+pub fn first_layer(place: &str, promise: Promise, left: &Layers, right: &Layers) -> String {
     let depth = left.first().map_or(0, Vec::len);
     for layer in 0..depth {
         for (prompt, (a, b)) in left.iter().zip(right).enumerate() {
@@ -195,22 +246,24 @@ pub fn first_layer(tp: usize, promise: Promise, left: &Layers, right: &Layers) -
             let error = a.iter().zip(b).fold(0.0_f32, |max, (x, y)| max.max((x - y).abs()));
             let differs = match promise {
                 Promise::BitEqual => a.iter().zip(b).any(|(x, y)| x.to_bits() != y.to_bits()),
-                Promise::Close => error.is_nan() || f64::from(error) > CLOSE * f64::from(largest),
+                Promise::Close(bound) => {
+                    b.iter().any(|x| !x.is_finite()) || f64::from(error) > bound.share * f64::from(largest)
+                }
             };
             if differs {
-                let place = match layer {
+                let part = match layer {
                     0 => "the embedding".to_owned(),
                     _ => format!("layer {}", layer - 1),
                 };
                 let at = a.iter().zip(b).position(|(x, y)| x.to_bits() != y.to_bits()).unwrap_or(0);
-                return Some(format!(
-                    "tp {tp} first differs after {place}: prompt {prompt}, element {at} of the residual stream, by up to \
+                return format!(
+                    "{place} first differs after {part}: prompt {prompt}, element {at} of the residual stream, by up to \
                      {error:.3e} where values reach {largest:.3e}"
-                ));
+                );
             }
         }
     }
-    Some(format!(
-        "tp {tp}: no residual stream differs; the difference is in the final norm, the head or the gather"
-    ))
+    format!(
+        "{place}: no residual stream differs; the difference is in the final norm, the head or the gather"
+    )
 }

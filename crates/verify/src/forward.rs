@@ -1,10 +1,13 @@
 //! Teacher-forced logits: every sequence goes through the decoder as given, under a chosen schedule.
 
 use crate::Result;
-use crate::group::{Group, Rank, Sizes};
+use crate::group::{Loaded, Rank, Sizes};
+use crate::place::Form;
 use lockstep_backend::{AttentionBatch, AttentionRow, Backend};
-use lockstep_core::TokenId;
-use lockstep_model::ForwardInput;
+use lockstep_comm::collective::Collective;
+use lockstep_core::{ParallelInfo, TokenId};
+use lockstep_model::{ForwardInput, Observer, Workspace};
+use std::sync::Arc;
 
 /// How sequences come through the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,12 +20,14 @@ pub struct Schedule {
     pub batched: bool,
     /// Each sequence is computed twice; the second time starts from the first one's pages.
     pub cached: bool,
+    /// How the device runs each step.
+    pub form: Form,
 }
 
 impl Schedule {
     /// Every sequence alone and in one piece.
     pub const fn whole() -> Self {
-        Self { chunk: usize::MAX, page_size: 16, batched: false, cached: false }
+        Self { chunk: usize::MAX, page_size: 16, batched: false, cached: false, form: Form::Eager }
     }
 
     /// For people.
@@ -51,9 +56,10 @@ pub type Logits = Vec<Vec<(usize, Vec<f32>)>>;
 pub type Layers = Vec<Vec<Vec<f32>>>;
 
 /// One run.
-pub struct Forward<'a> {
+#[derive(Clone)]
+pub struct Forward {
     /// What goes through.
-    pub sequences: &'a [Vec<TokenId>],
+    pub sequences: Arc<Vec<Vec<TokenId>>>,
     /// How.
     pub schedule: Schedule,
     /// Positions per sequence whose logits are kept: evenly spread, the last one included.
@@ -68,44 +74,66 @@ struct Row {
     count: usize,
 }
 
-impl Forward<'_> {
-    /// Runs it; the logits of rank 0, gathered over the vocabulary.
-    pub fn logits(&self, group: &Group<'_>) -> Result<Logits> {
-        group.run(self.sizes(), |rank| self.on_rank(rank))
+/// What one run holds on one rank.
+struct Memory<B: Backend> {
+    work: Workspace<B>,
+    cache: B::KvCache,
+    tables: Vec<Vec<u32>>,
+}
+
+impl Forward {
+    /// The logits, gathered over the vocabulary. **Collective: all ranks of the group.**
+    pub fn logits_on<B: Backend>(&self, rank: &mut Rank<B>) -> Result<Logits> {
+        let mut memory = self.memory(rank)?;
+        let mut logits: Logits = vec![Vec::new(); self.sequences.len()];
+        for rows in self.steps() {
+            for (row, position, values) in self.step(rank, &rows, &mut memory, &mut |_, _, _| ())? {
+                // A cached run replaces what the first pass computed.
+                logits[row].retain(|(at, _)| *at != position);
+                logits[row].push((position, values));
+            }
+        }
+        logits.iter_mut().for_each(|of_sequence| of_sequence.sort_by_key(|(position, _)| *position));
+        Ok(logits)
     }
 
-    /// Every sequence whole and alone; the residual streams, equal on all ranks.
-    pub fn layers(&self, group: &Group<'_>) -> Result<Layers> {
-        group.run(self.sizes(), |mut rank| {
-            let tables = self.page_tables();
-            let mut layers = vec![Vec::new(); self.sequences.len()];
-            for (sequence, kept) in layers.iter_mut().enumerate() {
-                let count = self.sequences[sequence].len();
-                let width = rank.config.hidden_size;
-                let mut failed = None;
-                let row = Row { sequence, start: 0, count };
-                self.step(&mut rank, &[row], &tables, &mut |_, backend, stream| match backend
-                    .read(stream, count)
-                {
+    /// Every sequence whole and alone; the residual streams, equal on all ranks. **Collective.**
+    pub fn layers_on<B: Backend>(&self, rank: &mut Rank<B>) -> Result<Layers> {
+        let mut memory = self.memory(rank)?;
+        let mut layers = vec![Vec::new(); self.sequences.len()];
+        let width = rank.config.hidden_size;
+        for (sequence, kept) in layers.iter_mut().enumerate() {
+            let count = self.sequences[sequence].len();
+            let mut failed = None;
+            let row = Row { sequence, start: 0, count };
+            self.step(
+                rank,
+                &[row],
+                &mut memory,
+                &mut |_, backend, stream| match backend.read(stream, count) {
                     Ok(values) => kept.push(values[..count * width].to_vec()),
                     Err(error) => failed = Some(error),
-                })?;
-                if let Some(error) = failed {
-                    return Err(error.into());
-                }
+                },
+            )?;
+            if let Some(error) = failed {
+                return Err(error.into());
             }
-            Ok(layers)
-        })
+        }
+        Ok(layers)
     }
 
-    fn sizes(&self) -> Sizes {
-        let tokens: usize = self.sequences.iter().map(Vec::len).sum();
+    fn memory<B: Backend>(&self, rank: &mut Rank<B>) -> Result<Memory<B>> {
+        let tables = self.page_tables();
+        let (work, cache) = rank.memory(self.sizes(&tables))?;
+        Ok(Memory { work, cache, tables })
+    }
+
+    fn sizes(&self, tables: &[Vec<u32>]) -> Sizes {
         Sizes {
-            positions_max: self.sequences.iter().map(Vec::len).max().unwrap_or(1),
-            tokens_max: tokens,
+            tokens_max: self.sequences.iter().map(Vec::len).sum(),
             logits_max: self.sequences.len() * self.positions_max,
             page_size: self.schedule.page_size,
-            num_pages: self.page_tables().iter().map(|table| table.len()).sum(),
+            num_pages: tables.iter().map(Vec::len).sum(),
         }
     }
 
@@ -115,7 +143,7 @@ impl Forward<'_> {
         let mut tables = vec![Vec::new(); self.sequences.len()];
         let mut next = 0;
         for first in (0..longest).step_by(self.schedule.page_size) {
-            for (table, _) in tables.iter_mut().zip(self.sequences).filter(|(_, s)| first < s.len()) {
+            for (table, _) in tables.iter_mut().zip(&*self.sequences).filter(|(_, s)| first < s.len()) {
                 table.push(next);
                 next += 1;
             }
@@ -161,33 +189,19 @@ impl Forward<'_> {
         (len - 1 - position).is_multiple_of(stride)
     }
 
-    fn on_rank(&self, mut rank: Rank) -> Result<Logits> {
-        let tables = self.page_tables();
-        let mut logits: Logits = vec![Vec::new(); self.sequences.len()];
-        for rows in self.steps() {
-            for (row, position, values) in self.step(&mut rank, &rows, &tables, &mut |_, _, _| ())? {
-                // A cached run replaces what the first pass computed.
-                logits[row].retain(|(at, _)| *at != position);
-                logits[row].push((position, values));
-            }
-        }
-        logits.iter_mut().for_each(|of_sequence| of_sequence.sort_by_key(|(position, _)| *position));
-        Ok(logits)
-    }
-
     /// One step; `(sequence, position, logits)` of the kept positions. **Collective.**
-    fn step(
+    fn step<B: Backend>(
         &self,
-        rank: &mut Rank,
+        rank: &mut Rank<B>,
         rows: &[Row],
-        tables: &[Vec<u32>],
-        observe: lockstep_model::Observer<'_, lockstep_backend::cpu::CpuBackend>,
+        memory: &mut Memory<B>,
+        observe: Observer<'_, B>,
     ) -> Result<Vec<(usize, usize, Vec<f32>)>> {
         let page_size = self.schedule.page_size;
         let (mut tokens, mut positions, mut slots) = (Vec::new(), Vec::new(), Vec::new());
         let (mut batch, mut pages, mut wanted, mut kept) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for row in rows {
-            let table = &tables[row.sequence];
+            let table = &memory.tables[row.sequence];
             batch.push(AttentionRow {
                 first_token: tokens.len() as u32,
                 token_count: row.count as u32,
@@ -212,23 +226,39 @@ impl Forward<'_> {
             batch: AttentionBatch { rows: &batch, pages: &pages },
             logit_tokens: &wanted,
         };
-        let context = (&mut rank.backend, &*rank.collective);
-        let local =
-            rank.decoder.forward_observed(context, &input, &mut rank.cache, &mut rank.work, observe)?;
-        let local = rank.backend.read(local, wanted.len())?.into_owned();
-        gather(rank, &local, &kept)
+        let (parallel, vocab_size) = (rank.parallel, rank.config.vocab_size);
+        let Loaded { backend, decoder, collective } = rank.loaded()?;
+        let (context, work) = ((&mut *backend, &**collective), &mut memory.work);
+        let local = match self.schedule.form {
+            Form::Eager => decoder.forward_observed(context, &input, &mut memory.cache, work, observe)?,
+        };
+        let local = backend.read(local, wanted.len())?.into_owned();
+        let width = decoder.vocab_shard().padded.len();
+        let joined = Joined { parallel, collective: &**collective, width, vocab_size };
+        joined.rows(&local, &kept)
     }
 }
 
-/// Joins the ranks' parts of the vocabulary and leaves padding out. **Collective.**
-fn gather(rank: &Rank, local: &[f32], kept: &[(usize, usize)]) -> Result<Vec<(usize, usize, Vec<f32>)>> {
-    let width = rank.decoder.vocab_shard().padded.len();
-    let sent = kept.len() * width;
-    let mut all = vec![0.0; sent * rank.parallel.tp_size];
-    rank.collective.all_gather_f32(&local[..sent], &mut all)?;
-    let row = |i: usize| {
-        let parts = (0..rank.parallel.tp_size).flat_map(|r| &all[(r * kept.len() + i) * width..][..width]);
-        parts.copied().take(rank.config.vocab_size).collect()
-    };
-    Ok(kept.iter().enumerate().map(|(i, &(sequence, position))| (sequence, position, row(i))).collect())
+/// The vocabulary over its ranks.
+struct Joined<'a> {
+    parallel: ParallelInfo,
+    collective: &'a dyn Collective,
+    /// Of a row on one rank.
+    width: usize,
+    vocab_size: usize,
+}
+
+impl Joined<'_> {
+    /// Joins the ranks' parts of the vocabulary and leaves padding out. **Collective.**
+    fn rows(&self, local: &[f32], kept: &[(usize, usize)]) -> Result<Vec<(usize, usize, Vec<f32>)>> {
+        let (tp, width) = (self.parallel.tp_size, self.width);
+        let sent = kept.len() * width;
+        let mut all = vec![0.0; sent * tp];
+        self.collective.all_gather_f32(&local[..sent], &mut all)?;
+        let row = |i: usize| {
+            let parts = (0..tp).flat_map(|r| &all[(r * kept.len() + i) * width..][..width]);
+            parts.copied().take(self.vocab_size).collect()
+        };
+        Ok(kept.iter().enumerate().map(|(i, &(sequence, position))| (sequence, position, row(i))).collect())
+    }
 }

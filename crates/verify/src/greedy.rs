@@ -3,10 +3,13 @@
 
 use crate::Result;
 use crate::VerifyError;
-use crate::group::{Group, Rank, Sizes};
+use crate::group::{Loaded, Rank, Sizes};
+use crate::place::Form;
+use lockstep_backend::Backend;
 use lockstep_core::{RequestId, SamplingParams, TokenId};
 use lockstep_engine::runner::{ModelRunner, Runner, RunnerParts};
 use lockstep_scheduler::{CachePolicy, Event, Request, Scheduler, SchedulerConfig, StepPlan};
+use std::sync::Arc;
 
 /// How requests meet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,13 +37,16 @@ impl Variant {
 }
 
 /// One run.
-pub struct Greedy<'a> {
+#[derive(Clone)]
+pub struct Greedy {
     /// Prompts, not empty.
-    pub prompts: &'a [Vec<TokenId>],
+    pub prompts: Arc<Vec<Vec<TokenId>>>,
     /// Tokens to generate after each; end tokens are ignored.
     pub tokens: usize,
     /// How they meet.
     pub variant: Variant,
+    /// How the device runs a step.
+    pub form: Form,
 }
 
 /// Tokens in a page.
@@ -48,18 +54,37 @@ const PAGE_SIZE: usize = 16;
 /// Prefill tokens of a step: small enough that longer prompts are chunked.
 const CHUNK: usize = 64;
 
-impl Greedy<'_> {
-    /// Runs it; the tokens after each prompt.
-    pub fn texts(&self, group: &Group<'_>) -> Result<Vec<Vec<TokenId>>> {
+impl Greedy {
+    /// The tokens after each prompt. **Collective: all ranks of the group.**
+    pub fn texts_on<B: Backend>(&self, rank: &mut Rank<B>) -> Result<Vec<Vec<TokenId>>> {
         let config = self.scheduler_config();
-        let sizes = Sizes {
-            positions_max: config.context_max,
+        let (work, cache) = rank.memory(Sizes {
             tokens_max: config.step_tokens_max(),
             logits_max: config.step_rows_max(),
             page_size: PAGE_SIZE,
             num_pages: config.num_pages,
-        };
-        group.run(sizes, |rank| self.on_rank(rank, config.clone()))
+        })?;
+        let vocab_size = rank.config.vocab_size;
+        let Loaded { backend, decoder, collective } = rank.take()?;
+        let mut runner = ModelRunner::new(RunnerParts {
+            vocab_size,
+            backend,
+            collective,
+            decoder,
+            cache,
+            work,
+            page_size: PAGE_SIZE,
+            eos_tokens: Vec::new(),
+            reports_logprobs: false,
+        });
+        match self.form {
+            // What the runner does by itself.
+            Form::Eager => {}
+        }
+        let texts = self.generate(&mut Scheduler::new(config), &mut runner)?;
+        let (backend, decoder, collective) = runner.into_device();
+        rank.put_back(Loaded { backend, decoder, collective });
+        Ok(texts)
     }
 
     fn scheduler_config(&self) -> SchedulerConfig {
@@ -94,19 +119,7 @@ impl Greedy<'_> {
         }
     }
 
-    fn on_rank(&self, rank: Rank, config: SchedulerConfig) -> Result<Vec<Vec<TokenId>>> {
-        let mut scheduler = Scheduler::new(config);
-        let mut runner = ModelRunner::new(RunnerParts {
-            vocab_size: rank.config.vocab_size,
-            backend: rank.backend,
-            collective: rank.collective,
-            decoder: rank.decoder,
-            cache: rank.cache,
-            work: rank.work,
-            page_size: PAGE_SIZE,
-            eos_tokens: Vec::new(),
-            reports_logprobs: false,
-        });
+    fn generate<R: Runner>(&self, scheduler: &mut Scheduler, runner: &mut R) -> Result<Vec<Vec<TokenId>>> {
         let mut texts = vec![Vec::new(); self.prompts.len()];
         let mut id = 0;
         for round in self.rounds() {
@@ -123,7 +136,7 @@ impl Greedy<'_> {
                 texts[prompt].clear();
                 id += 1;
             }
-            run_dry(&mut scheduler, &mut runner, |request, token| {
+            run_dry(scheduler, runner, |request, token| {
                 texts[round[(request.0 - first) as usize]].push(token);
             })?;
         }

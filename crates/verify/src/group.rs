@@ -1,32 +1,45 @@
-//! A rank group inside one process: a thread per rank, over the shared memory that rank processes use.
+//! A rank group inside one process: a thread per rank, over the shared memory that rank processes use, and NCCL where
+//! each has a GPU.
+//!
+//! A group loads once. Every run then starts from an empty KV pool and fresh activations, so that no run sees another.
+//! **Invariant:** all ranks get the same runs in the same order; the first that fails ends the group.
 
+use crate::forward::{Forward, Layers, Logits};
+use crate::greedy::Greedy;
+use crate::place::{Device, Place};
 use crate::{Result, Subject, VerifyError, parallel};
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
+use lockstep_backend::cuda::{CudaBackend, CudaOptions};
 use lockstep_backend::{Backend, KvLayout};
+use lockstep_comm::NcclCollective;
 use lockstep_comm::collective::Collective;
-use lockstep_comm::shm::{AbortHandle, SharedRegion, ShmCollective, ShmLayout, ShmOptions};
+use lockstep_comm::shm::{AbortHandle, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions};
 use lockstep_core::shard::HeadShard;
-use lockstep_core::{DType, ModelConfig, ParallelInfo};
+use lockstep_core::{DType, ModelConfig, ParallelInfo, TokenId};
 use lockstep_model::{Decoder, Loader, Workspace};
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+/// How long a rank waits for another's part of a step; the first one may compile kernels meanwhile.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// How a group is made.
-pub struct Group<'a> {
+#[derive(Clone, Copy)]
+pub struct Spec<'a> {
     /// What it loads.
     pub subject: &'a dyn Subject,
-    /// Ranks.
-    pub tp: usize,
-    /// Threads of each.
+    /// On what.
+    pub place: Place,
+    /// Threads of each rank, on CPUs.
     pub threads: usize,
-    /// Conversion of matrices.
-    pub dtype: Option<DType>,
+    /// Longest sequence of all runs: longrope chooses by it, so it is the same at every place.
+    pub positions_max: usize,
 }
 
 /// What a run needs of memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
-    /// Longest sequence.
-    pub positions_max: usize,
     /// Tokens of the largest step.
     pub tokens_max: usize,
     /// Rows of logits of the largest step.
@@ -37,62 +50,57 @@ pub struct Sizes {
     pub num_pages: usize,
 }
 
+/// What a loaded rank can be asked for, whatever its device. **Collective: all ranks of the group.**
+pub trait Runs {
+    /// Teacher-forced logits, gathered over the vocabulary.
+    fn logits(&mut self, forward: &Forward) -> Result<Logits>;
+    /// Residual streams.
+    fn layers(&mut self, forward: &Forward) -> Result<Layers>;
+    /// Greedy texts.
+    fn texts(&mut self, greedy: &Greedy) -> Result<Vec<Vec<TokenId>>>;
+}
+
 /// One loaded rank.
-pub struct Rank {
+pub struct Rank<B: Backend> {
     /// Its place.
     pub parallel: ParallelInfo,
     /// The model as this rank was told.
     pub config: ModelConfig,
+    /// `None` once a run has failed.
+    loaded: Option<Loaded<B>>,
+}
+
+/// What loading made.
+pub struct Loaded<B: Backend> {
     /// Device.
-    pub backend: CpuBackend,
+    pub backend: B,
     /// Shard.
-    pub decoder: Decoder<CpuBackend>,
-    /// Activations.
-    pub work: Workspace<CpuBackend>,
-    /// KV pool.
-    pub cache: <CpuBackend as Backend>::KvCache,
+    pub decoder: Decoder<B>,
     /// The TP group.
     pub collective: Box<dyn Collective>,
 }
 
-impl Group<'_> {
-    /// Loads every rank and runs `body` on each; the answer of rank 0. The first rank that fails ends
-    /// all of them, and its error is the answer.
-    pub fn run<T: Send>(&self, sizes: Sizes, body: impl Fn(Rank) -> Result<T> + Sync) -> Result<T> {
-        let layout = ShmLayout::new(self.tp, ShmLayout::SLOT_BYTES_DEFAULT)?;
-        let region = Arc::new(SharedRegion::map(SharedRegion::create(layout)?)?);
-        let one = |rank: usize| -> Result<T> {
-            let answer = self.load(rank, sizes, Arc::clone(&region)).and_then(&body);
-            if let Err(error) = &answer {
-                AbortHandle::of(Arc::clone(&region)).abort(&format!("rank {rank}: {error}"));
-            }
-            answer
-        };
-        let mut answers: Vec<Result<T>> = std::thread::scope(|scope| {
-            let one = &one;
-            let ranks: Vec<_> = (0..self.tp).map(|rank| scope.spawn(move || one(rank))).collect();
-            let joined = ranks.into_iter().enumerate();
-            joined.map(|(rank, r)| r.join().unwrap_or(Err(VerifyError::Panicked(rank)))).collect()
-        });
-        // The cause rather than what followed from it on the other ranks.
-        let is_cause = |a: &Result<T>| a.as_ref().is_err_and(|e| !is_consequence(e));
-        let at = answers.iter().position(is_cause).or(answers.iter().position(|a| a.is_err())).unwrap_or(0);
-        answers.swap_remove(at)
+impl<B: Backend> Rank<B> {
+    /// What was loaded. Errors when a run failed before.
+    pub fn loaded(&mut self) -> Result<&mut Loaded<B>> {
+        self.loaded.as_mut().ok_or(VerifyError::Ended)
     }
 
-    fn load(&self, rank: usize, sizes: Sizes, region: Arc<SharedRegion>) -> Result<Rank> {
-        let p = parallel(rank, self.tp);
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let ranks_share_cores = self.tp * self.threads > cores;
-        let options = ShmOptions { ranks_share_cores, ..ShmOptions::for_ranks(self.tp) };
-        let collective = Box::new(ShmCollective::new(region, rank, options)?);
-        let backend = CpuBackend::new(CpuOptions { threads: self.threads, ..CpuOptions::default() })?;
-        let source = self.subject.source(p);
-        let config = source.config().clone();
-        let silent = |_: usize, _: usize| {};
-        let loader = Loader::new(source, &backend, p, self.dtype, &silent);
-        let decoder = Decoder::load(&loader, sizes.positions_max)?;
-        let work = Workspace::new(&backend, &config, p, sizes.tokens_max, sizes.logits_max)?;
+    /// The same, taken out until [`put_back`](Self::put_back).
+    pub fn take(&mut self) -> Result<Loaded<B>> {
+        self.loaded.take().ok_or(VerifyError::Ended)
+    }
+
+    /// Ends a loan.
+    pub fn put_back(&mut self, loaded: Loaded<B>) {
+        self.loaded = Some(loaded);
+    }
+
+    /// Activations and an empty pool for one run.
+    pub fn memory(&mut self, sizes: Sizes) -> Result<(Workspace<B>, B::KvCache)> {
+        let (p, config) = (self.parallel, self.config.clone());
+        let backend = &self.loaded()?.backend;
+        let work = Workspace::new(backend, &config, p, sizes.tokens_max, sizes.logits_max)?;
         let heads = HeadShard::new(config.num_heads, config.num_kv_heads, p.tp_rank, p.tp_size);
         let cache = backend.kv_cache(KvLayout {
             local_layers: config.num_layers,
@@ -102,8 +110,163 @@ impl Group<'_> {
             num_pages: sizes.num_pages,
             dtype: backend.kv_dtype(),
         })?;
-        Ok(Rank { parallel: p, config, backend, decoder, work, cache, collective })
+        Ok((work, cache))
     }
+}
+
+impl<B: Backend> Runs for Rank<B> {
+    fn logits(&mut self, forward: &Forward) -> Result<Logits> {
+        forward.logits_on(self)
+    }
+
+    fn layers(&mut self, forward: &Forward) -> Result<Layers> {
+        forward.layers_on(self)
+    }
+
+    fn texts(&mut self, greedy: &Greedy) -> Result<Vec<Vec<TokenId>>> {
+        greedy.texts_on(self)
+    }
+}
+
+/// A rank between two runs, or why there is none.
+type Seat = Result<Box<dyn Runs>>;
+/// One run on one rank.
+type Job = Box<dyn FnOnce(Seat) -> Seat + Send>;
+
+/// A group that waits for runs.
+pub struct Group {
+    region: Arc<SharedRegion>,
+    jobs: Vec<Sender<Job>>,
+}
+
+impl Group {
+    /// Loads every rank on a thread of its own and lends the group to `body`.
+    pub fn with<T>(spec: Spec<'_>, body: impl FnOnce(&Group) -> T) -> Result<T> {
+        let tp = spec.place.tp;
+        let layout = ShmLayout::new(tp, ShmLayout::SLOT_BYTES_DEFAULT)?;
+        let region = Arc::new(SharedRegion::map(SharedRegion::create(layout)?)?);
+        if matches!(spec.place.device, Device::Cuda { .. }) && tp > 1 {
+            // SAFETY: no rank thread of this process runs yet.
+            unsafe { NcclCollective::prepare_environment() };
+        }
+        Ok(std::thread::scope(|scope| {
+            let (mut jobs, mut threads) = (Vec::new(), Vec::new());
+            for rank in 0..tp {
+                let (sender, receiver) = channel();
+                jobs.push(sender);
+                let region = Arc::clone(&region);
+                threads.push(scope.spawn(move || attend(spec, rank, region, &receiver)));
+            }
+            let group = Group { region, jobs };
+            let value = body(&group);
+            // Without senders the ranks go home. One that panicked was reported by the run it left.
+            drop(group);
+            threads.into_iter().for_each(|thread| drop(thread.join()));
+            value
+        }))
+    }
+
+    /// Runs `body` on every rank; the answer of rank 0. The first rank that fails ends all of them, and its error is
+    /// the answer; [`VerifyError::Ended`] is that of later runs.
+    pub fn run<T: Send + 'static>(
+        &self,
+        body: impl Fn(&mut dyn Runs) -> Result<T> + Send + Sync + 'static,
+    ) -> Result<T> {
+        let body = Arc::new(body);
+        let ask = |(rank, jobs): (usize, &Sender<Job>)| {
+            let (body, region) = (Arc::clone(&body), Arc::clone(&self.region));
+            let (sender, answer) = channel();
+            let job = move |seat: Seat| {
+                let done = seat.and_then(|mut runs| body(&mut *runs).map(|value| (runs, value)));
+                let (seat, value) = match done {
+                    Ok((runs, value)) => (Ok(runs), Ok(value)),
+                    Err(error) => {
+                        AbortHandle::of(region).abort(&format!("rank {rank}: {error}"));
+                        (Err(VerifyError::Ended), Err(error))
+                    }
+                };
+                // Whoever asked has gone only when the whole group goes.
+                let _ = sender.send(value);
+                seat
+            };
+            // A rank that is gone drops the job and with it the sender: the answer tells.
+            let _ = jobs.send(Box::new(job));
+            answer
+        };
+        let answers: Vec<Receiver<Result<T>>> = self.jobs.iter().enumerate().map(ask).collect();
+        let heard = answers.into_iter().enumerate();
+        let mut answers: Vec<Result<T>> =
+            heard.map(|(rank, answer)| answer.recv().unwrap_or(Err(VerifyError::Panicked(rank)))).collect();
+        // The cause rather than what followed from it on the other ranks.
+        let is_cause = |a: &Result<T>| a.as_ref().is_err_and(|e| !is_consequence(e));
+        let at = answers.iter().position(is_cause).or(answers.iter().position(|a| a.is_err())).unwrap_or(0);
+        answers.swap_remove(at)
+    }
+}
+
+/// One rank's thread: loads, then runs what comes.
+fn attend(spec: Spec<'_>, rank: usize, region: Arc<SharedRegion>, jobs: &Receiver<Job>) {
+    let _guard = AbortOnPanic(Arc::clone(&region), rank);
+    let mut seat = load(spec, rank, &region);
+    if let Err(error) = &seat {
+        // The first run will hear of it; the other ranks must not wait.
+        AbortHandle::of(region).abort(&format!("rank {rank}: {error}"));
+    }
+    while let Ok(job) = jobs.recv() {
+        seat = job(seat);
+    }
+}
+
+/// Lets the other ranks go when this one's thread unwinds.
+struct AbortOnPanic(Arc<SharedRegion>, usize);
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            AbortHandle::of(Arc::clone(&self.0)).abort(&format!("rank {} panicked", self.1));
+        }
+    }
+}
+
+fn load(spec: Spec<'_>, rank: usize, region: &Arc<SharedRegion>) -> Seat {
+    let tp = spec.place.tp;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let options = ShmOptions { deadline: PATIENCE, ranks_share_cores: tp * spec.threads > cores };
+    let collective = Box::new(ShmCollective::new(Arc::clone(region), rank, options)?);
+    match spec.place.device {
+        Device::Cpu { dtype } => {
+            let backend = CpuBackend::new(CpuOptions { threads: spec.threads, ..CpuOptions::default() })?;
+            loaded(spec, rank, dtype, backend, collective)
+        }
+        Device::Cuda { dtype } => {
+            let patience = (tp > 1).then_some(PATIENCE);
+            let backend = CudaBackend::new(CudaOptions { gpu: rank, dtype, patience })?;
+            let collective: Box<dyn Collective> = match tp {
+                1 => collective,
+                _ => {
+                    let mut group = ShmGroup::new(Arc::clone(region), rank, options)?;
+                    Box::new(NcclCollective::new(collective, &mut group)?)
+                }
+            };
+            loaded(spec, rank, Some(dtype), backend, collective)
+        }
+    }
+}
+
+fn loaded<B: Backend + 'static>(
+    spec: Spec<'_>,
+    rank: usize,
+    dtype: Option<DType>,
+    backend: B,
+    collective: Box<dyn Collective>,
+) -> Seat {
+    let parallel = parallel(rank, spec.place.tp);
+    let source = spec.subject.source(parallel);
+    let config = source.config().clone();
+    let silent = |_: usize, _: usize| {};
+    let decoder =
+        Decoder::load(&Loader::new(source, &backend, parallel, dtype, &silent), spec.positions_max)?;
+    Ok(Box::new(Rank { parallel, config, loaded: Some(Loaded { backend, decoder, collective }) }))
 }
 
 /// Whether an error only says that another rank failed.

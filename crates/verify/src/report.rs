@@ -1,6 +1,7 @@
 //! The findings as text: a line per comparison, then where runs part.
 
-use crate::{Promise, Report};
+use crate::compare::Compared;
+use crate::{Comparison, Promise, Report};
 use std::fmt::Write;
 
 /// The whole report.
@@ -8,19 +9,11 @@ pub fn render(report: &Report) -> String {
     let mut out = String::new();
     for c in &report.comparisons {
         let verdict = if c.passed { "ok  " } else { "FAIL" };
-        let promise = match c.promise {
-            Promise::BitEqual => "bit-equal",
-            Promise::Close => "close",
-        };
         // Writing to a string cannot fail.
-        let _ = write!(out, "{verdict}  {:<58} ", c.what);
+        let _ = write!(out, "{verdict}  {:<64} ", c.what);
         let _ = match &c.error {
             Some(error) => writeln!(out, "{error}"),
-            None => writeln!(
-                out,
-                "{promise:<9}  max {:.2e}  rms {:.2e}  of {:.3}  same best token {}/{}",
-                c.max_error, c.rms_error, c.largest_logit, c.top1_equal, c.positions
-            ),
+            None => writeln!(out, "{}", numbers(c)),
         };
         if let Some(d) = &c.first_difference {
             let _ = writeln!(
@@ -39,4 +32,37 @@ pub fn render(report: &Report) -> String {
         _ => writeln!(out, "{failed} of {} comparisons failed", report.comparisons.len()),
     };
     out
+}
+
+/// Errors beside their bounds, where there are any, and the agreement.
+fn numbers(c: &Comparison) -> String {
+    let (max, rms) = (c.max_error, c.rms_error);
+    match (c.compared, c.promise, c.rms_bound) {
+        (Compared::Texts, Promise::BitEqual, _) => {
+            format!("same      tokens {}/{}", c.top1_equal, c.positions)
+        }
+        (Compared::Texts, Promise::Close(_), _) => format!(
+            "close     tokens {}/{}  others where the best led by at most {:.2e}",
+            c.top1_equal, c.positions, c.max_bound
+        ),
+        (Compared::Logits, Promise::BitEqual, _) => {
+            format!("bit-equal max {max:.2e}  rms {rms:.2e}{}", agreement(c))
+        }
+        (Compared::Logits, Promise::Close(_), Some(bound)) => format!(
+            "close     max {max:.2e} (bound {:.2e})  rms {rms:.2e} (bound {bound:.2e}){}",
+            c.max_bound,
+            agreement(c)
+        ),
+        (Compared::Logits, Promise::Close(bound), None) => format!(
+            "close     max {max:.2e} (bound {:.2e}, kept at {} positions, at {:.0} % needed)  rms {rms:.2e}{}",
+            c.max_bound,
+            c.within,
+            100.0 * bound.of_positions,
+            agreement(c)
+        ),
+    }
+}
+
+fn agreement(c: &Comparison) -> String {
+    format!("  of {:.3}  same best token {}/{}", c.largest_logit, c.top1_equal, c.positions)
 }

@@ -12,13 +12,15 @@ pub struct VerifyFlags {
     #[arg(long, visible_aliases = ["model-path"])]
     pub model: String,
 
-    /// Tp sizes; the first is the reference [default: those of 1, 2, 4 that the model can be cut into].
+    /// Tp sizes; the first is the reference [default: on CPUs those of 1, 2, 4 that the model can be cut into, with a
+    /// GPU 1].
     #[arg(long, visible_aliases = ["tp-size"], value_delimiter = ',')]
     pub tp: Vec<i64>,
 
-    /// Device: auto or cpu.
-    #[arg(long, default_value = "auto")]
-    pub device: String,
+    /// Devices, cpu and cuda; the first is the reference. `cpu,cuda` holds GPUs against exact f32 on CPUs; auto is
+    /// cpu.
+    #[arg(long, value_delimiter = ',', default_value = "auto")]
+    pub device: Vec<String>,
 
     /// A file with one prompt a line [default: a few built-in ones].
     #[arg(long)]
@@ -32,11 +34,11 @@ pub struct VerifyFlags {
     #[arg(long)]
     pub threads: Option<usize>,
 
-    /// Element type of weights.
+    /// Element type of weights; with cuda, what GPUs compute in.
     #[command(flatten)]
     pub dtype: DtypeFlag,
 
-    /// Where tp sizes differ, look for the first layer whose activations differ.
+    /// Where a promise is broken, look for the first layer whose activations differ.
     #[arg(long)]
     pub bisect: bool,
 

@@ -1,0 +1,223 @@
+//! Where a run takes place, and what two places owe each other.
+//!
+//! Ranks on CPUs owe each other bits, as `docs/architecture.md`, "Numbers", says. A GPU sums in another order and
+//! rounds what it keeps, so it owes closeness: [`Bound::between`], which follows from the rounding of its type and
+//! the depth of the model and not from what was measured (`docs/verifying.md`, "Bounds").
+
+use lockstep_core::limits::K_LEAVES;
+use lockstep_core::{DType, ModelConfig};
+use serde::Serialize;
+
+/// What ranks compute on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    /// The CPU backend, in f32; matrices in the file's type or converted.
+    Cpu {
+        /// Conversion of matrices.
+        dtype: Option<DType>,
+    },
+    /// A GPU for each rank.
+    Cuda {
+        /// Type of weights, activations, K and V.
+        dtype: DType,
+    },
+}
+
+impl Device {
+    /// For people.
+    pub fn words(self) -> String {
+        match self {
+            Self::Cpu { .. } => "cpu".into(),
+            Self::Cuda { dtype } => format!("cuda {}", dtype.name()),
+        }
+    }
+
+    /// The forms in which it runs a step; the others are held against the first.
+    pub const fn forms(self) -> &'static [Form] {
+        &[Form::Eager]
+    }
+
+    /// A page size that differs from the usual one as much as the device allows: GPUs take powers of two.
+    pub const fn unusual_page_size(self) -> usize {
+        match self {
+            Self::Cpu { .. } => 3,
+            Self::Cuda { .. } => 4,
+        }
+    }
+
+    /// The type that its results are rounded to.
+    const fn rounds_to(self) -> DType {
+        match self {
+            Self::Cpu { .. } => DType::F32,
+            Self::Cuda { dtype } => dtype,
+        }
+    }
+}
+
+/// How a device runs a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Operation by operation.
+    Eager,
+}
+
+impl Form {
+    /// For people.
+    pub const fn words(self) -> &'static str {
+        match self {
+            Self::Eager => "eager",
+        }
+    }
+}
+
+/// A device and the number of ranks on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// What ranks compute on.
+    pub device: Device,
+    /// Ranks.
+    pub tp: usize,
+}
+
+impl Place {
+    /// For people.
+    pub fn words(self) -> String {
+        format!("{} tp {}", self.device.words(), self.tp)
+    }
+
+    /// What a run at `self` and one at `other` must have in common, schedules apart.
+    pub fn promise(self, other: Self, config: &ModelConfig) -> Promise {
+        let tree = |place: Self| K_LEAVES.is_multiple_of(place.tp);
+        match (self.device, other.device) {
+            (Device::Cpu { .. }, Device::Cpu { .. }) if tree(self) && tree(other) => Promise::BitEqual,
+            // However a prompt comes through, CPU ranks sum in the same order.
+            (Device::Cpu { .. }, Device::Cpu { .. }) if self.tp == other.tp => Promise::BitEqual,
+            (a, b) => Promise::Close(Bound::between(a, b, config)),
+        }
+    }
+}
+
+/// What two runs must have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Promise {
+    /// Every bit.
+    BitEqual,
+    /// Errors within a bound.
+    Close(Bound),
+}
+
+/// How far apart two runs may be.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Bound {
+    /// Largest error as a share of the largest logit, and RMS error as a share of the logits' RMS; the best token
+    /// may differ only where the two best are closer than that share of the largest logit.
+    pub share: f64,
+    /// Share of the positions, and of the texts, that must keep to it. Below 1 the RMS error is not bounded.
+    pub of_positions: f64,
+}
+
+/// Least [`Bound::share`]: what f32 sums in another order may come to.
+const CLOSE: f64 = 1e-4;
+/// Values rounded on the way through a layer: per half layer the norm, the projection in, what is done with it
+/// (two roundings), the projection out and the sum.
+const ROUNDINGS_OF_LAYER: usize = 12;
+/// The same outside the layers: weights, embedding, final norm, head.
+const ROUNDINGS_OUTSIDE: usize = 4;
+/// Where experts are chosen by rounded numbers: near ties fall either way, and what another expert answers is not
+/// bounded by any rounding.
+const OF_POSITIONS_ROUTED: f64 = 0.5;
+
+impl Bound {
+    /// `sqrt(roundings) * (u + u32 * sqrt(K))`, at least [`CLOSE`]: independent roundings of relative size `u` (the
+    /// coarser type's) add up as their root, and so do the `K` f32 additions of the longest sum before each.
+    pub fn between(a: Device, b: Device, config: &ModelConfig) -> Self {
+        let unit = unit_roundoff(a.rounds_to()).max(unit_roundoff(b.rounds_to()));
+        let attended = config.num_heads * config.head_dim;
+        let longest_sum = config.intermediate_size.max(config.hidden_size).max(attended) as f64;
+        let roundings = (ROUNDINGS_OF_LAYER * config.num_layers + ROUNDINGS_OUTSIDE) as f64;
+        let share = roundings.sqrt() * (unit + unit_roundoff(DType::F32) * longest_sum.sqrt());
+        let is_narrow = unit > unit_roundoff(DType::F32);
+        Self {
+            share: share.max(CLOSE),
+            of_positions: if config.moe.is_some() && is_narrow { OF_POSITIONS_ROUTED } else { 1.0 },
+        }
+    }
+}
+
+/// Largest relative error of rounding to nearest.
+fn unit_roundoff(dtype: DType) -> f64 {
+    match dtype {
+        DType::F32 => (-24.0_f64).exp2(),
+        DType::F16 => (-11.0_f64).exp2(),
+        DType::Bf16 => (-8.0_f64).exp2(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_core::config::{Dimensions, Family, MoeConfig, RopeConfig, RopeScaling};
+
+    const CPU: Device = Device::Cpu { dtype: None };
+
+    fn cuda(dtype: DType) -> Device {
+        Device::Cuda { dtype }
+    }
+
+    fn model(num_layers: usize, width: usize) -> ModelConfig {
+        let sizes = Dimensions {
+            hidden_size: width,
+            intermediate_size: 4 * width,
+            num_layers,
+            num_heads: width / 64,
+            num_kv_heads: 1,
+            head_dim: 64,
+            vocab_size: 1000,
+            max_position: 1000,
+            rms_norm_eps: 1e-5,
+        };
+        ModelConfig::plain(Family::Llama, sizes, RopeConfig { theta: 1e4, scaling: RopeScaling::None })
+    }
+
+    #[test]
+    fn the_bound_follows_type_and_depth() {
+        let small = model(2, 64);
+        let share = |dtype, config: &ModelConfig| Bound::between(CPU, cuda(dtype), config).share;
+        assert_eq!(share(DType::F32, &small), CLOSE, "f32 sums in another order");
+        // sqrt(12 * 2 + 4) = 5.29 roundings of 2^-8, and of 2^-11.
+        assert!((share(DType::Bf16, &small) - 5.2915 / 256.0).abs() < 1e-4);
+        assert!((share(DType::F16, &small) * 8.0 - share(DType::Bf16, &small)).abs() < 1e-4);
+        let deep = model(80, 8192);
+        // 31.05 * 2^-24 * (1 + sqrt(32768)) for f32.
+        assert!((share(DType::F32, &deep) - 3.369e-4).abs() < 1e-6, "{}", share(DType::F32, &deep));
+        assert!(share(DType::Bf16, &deep) > 5.0 * share(DType::Bf16, &small));
+    }
+
+    #[test]
+    fn only_rounded_routers_are_excused_at_some_positions() {
+        let mut routed = model(2, 64);
+        routed.moe = Some(MoeConfig {
+            num_experts: 4,
+            experts_per_token: 2,
+            expert_intermediate_size: 64,
+            norm_topk_prob: true,
+            sparse_layers: vec![true; 2],
+        });
+        assert_eq!(Bound::between(CPU, cuda(DType::F32), &routed).of_positions, 1.0);
+        assert_eq!(Bound::between(CPU, cuda(DType::Bf16), &routed).of_positions, OF_POSITIONS_ROUTED);
+        assert_eq!(Bound::between(CPU, cuda(DType::Bf16), &model(2, 64)).of_positions, 1.0);
+    }
+
+    #[test]
+    fn cpu_ranks_owe_bits_where_their_sums_are_one_tree() {
+        let config = model(2, 64);
+        let bits = |a: (Device, usize), b: (Device, usize)| {
+            let place = |(device, tp)| Place { device, tp };
+            place(a).promise(place(b), &config) == Promise::BitEqual
+        };
+        assert!(bits((CPU, 1), (CPU, 8)) && bits((CPU, 3), (CPU, 3)));
+        assert!(!bits((CPU, 1), (CPU, 3)) && !bits((CPU, 1), (cuda(DType::F32), 1)));
+        assert!(!bits((cuda(DType::Bf16), 1), (cuda(DType::Bf16), 1)));
+    }
+}
