@@ -22,10 +22,11 @@ pub const MODEL_LAYERS_MAX: usize = 1 << 12;
 pub const MODEL_EXPERTS_MAX: usize = 1 << 12;
 /// Most experts of all layers together (a trillion-parameter model: 23,040); each has tensors of its own.
 pub const MODEL_EXPERTS_TOTAL_MAX: usize = 1 << 17;
-/// Most heads a model file may claim, and most elements of a head.
-pub const MODEL_HEADS_MAX: usize = 1 << 14;
+/// Most heads a model file may claim, and most elements of a head (a 405B model: 128 of each). With the other limits,
+/// the bytes of a whole model fit 64 bits.
+pub const MODEL_HEADS_MAX: usize = 1 << 12;
 /// Widest residual stream or MLP that a model file may claim (a 405B model: 53,248).
-pub const MODEL_WIDTH_MAX: usize = 1 << 24;
+pub const MODEL_WIDTH_MAX: usize = 1 << 20;
 /// Largest vocabulary, context or window that a model file may claim.
 pub const MODEL_TOKENS_MAX: usize = 1 << 28;
 /// Leaves of the row-parallel summation tree; tp sizes that divide it are bit-equal.
