@@ -1,14 +1,16 @@
 //! One function per endpoint.
 
 use crate::ApiConfig;
-use crate::answer::{self, Head, Pending, Shape};
+use crate::answer::{self, Label, Pending};
 use crate::body::read_object;
 use crate::config::unix_seconds;
 use crate::connection::Connection;
+use crate::dialect::{Dialect, Reading};
 use crate::engine::EngineClient;
+use crate::errors::ErrorForm;
 use crate::metrics;
 use crate::parsers::{ReasoningFormat, ToolFormat};
-use crate::request::{self, Call, Endpoint, policy::FieldPolicy};
+use crate::request::{self, Call, policy::FieldPolicy};
 use crate::respond::{Answer, json, refuse};
 use crate::timing;
 use axum::body::Body;
@@ -29,62 +31,45 @@ pub(crate) struct App {
     pub(crate) run_id: u32,
 }
 
-/// `POST /v1/chat/completions`
-pub(crate) async fn chat(
+/// An endpoint that generates: parse, validate, submit, answer.
+pub(crate) async fn generate<D: Dialect>(
     State(app): State<Arc<App>>,
     ConnectInfo(connection): ConnectInfo<Connection>,
     request: Request<Body>,
 ) -> Answer {
-    generate(Endpoint::Chat, &app, connection, request).await
-}
-
-/// `POST /v1/completions`
-pub(crate) async fn completions(
-    State(app): State<Arc<App>>,
-    ConnectInfo(connection): ConnectInfo<Connection>,
-    request: Request<Body>,
-) -> Answer {
-    generate(Endpoint::Completions, &app, connection, request).await
-}
-
-/// Parse, validate, submit, answer.
-async fn generate(endpoint: Endpoint, app: &App, connection: Connection, request: Request<Body>) -> Answer {
-    match submit(endpoint, app, connection, request).await {
+    match submit::<D>(&app, connection, request).await {
         Ok((pending, stream)) => answer::answer(pending, stream).await,
         Err(refusal) => {
             tracing::debug!(refusal.status, refusal.message, "request refused");
-            refuse(&answer::in_terms_of(endpoint, refusal))
+            refuse(&D::NAMES.in_their_terms(refusal))
         }
     }
 }
 
-async fn submit(
-    endpoint: Endpoint,
+async fn submit<D: Dialect>(
     app: &App,
     connection: Connection,
     request: Request<Body>,
 ) -> Result<(Pending, bool), Refusal> {
+    let errors = ErrorForm::of_path(request.uri().path());
     let timing = timing::is_asked(request.headers())?;
     let body = read_object(request, app.config.body_bytes_max).await?;
-    let mut call = request::validate(endpoint, &body, &app.config, &app.policy)?;
-    drop(body);
+    let (mut call, echo) = D::read(body, &Reading { config: &app.config, policy: &app.policy })?;
     if timing {
         call.ask_for_timing();
     }
     let hold = connection.hold();
+    let stop = call.requests.first().map(|request| request.text.stop.clone()).unwrap_or_default();
     let generation = app.engine.submit(std::mem::take(&mut call.requests), call.n)?;
-    let prefix = match endpoint {
-        Endpoint::Chat => "chatcmpl",
-        Endpoint::Completions => "cmpl",
-    };
-    let id = format!("{prefix}-{:08x}{:08x}", app.run_id, generation.id().0);
-    tracing::debug!(answer = id, request = %generation.id(), stream = call.stream, "request submitted");
+    let serial = format!("{:08x}{:08x}", app.run_id, generation.id().0);
     let model = app.config.served_model_name.clone();
-    let shape = Shape { include_usage: call.include_usage, logprobs: call.logprobs };
-    let head = Head::new(endpoint, id, unix_seconds(), model, shape);
-    let per_prompt = call.n;
-    let Call { parsing, echo_only, stream, .. } = call;
-    Ok((Pending { generation, hold, head, per_prompt, parsing, echo_only }, stream))
+    let form = D::form(Label { serial: serial.clone(), created: unix_seconds(), model }, &call, echo);
+    tracing::debug!(answer = form.id(), request = %generation.id(), stream = call.stream, "request submitted");
+    let Call { n: per_prompt, parsing, echo_only, stream, .. } = call;
+    let names = D::NAMES;
+    let pending =
+        Pending { generation, hold, form, errors, names, serial, per_prompt, parsing, stop, echo_only };
+    Ok((pending, stream))
 }
 
 /// `GET /v1/models`

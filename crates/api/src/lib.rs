@@ -1,26 +1,27 @@
-//! The HTTP server of Lockstep: OpenAI's completions and chat completions, models, health,
-//! version and server information.
+//! The HTTP server of Lockstep: generation in several APIs, models, health, version and server information.
 //!
 //! **Invariants**
 //! - A request that is refused never reaches the engine, and no input ends the process: every
-//!   fault is an answer with OpenAI's body `{"error": {"message", "type", "param", "code"}}`.
+//!   fault is an answer in the form of the endpoint's API (`errors`).
 //! - Every request that reaches the engine gets exactly one end: a finish, an error, or (when the
 //!   client left) an abort through the tokenizer that took it.
 //! - A streamed answer joins to the same text as the answer sent whole.
 //!
 //! Runs in the launcher process, on its single-threaded event loop. A request passes through four
 //! steps, one module each: parse (`body`), validate (`request`), submit ([`engine`]), answer
-//! (`answer`, which takes text apart with [`parsers`]); `handlers` strings them together. Reading order: those, then [`server`] and
-//! `connection`. The behaviour of every field is in
-//! `docs/api.md`.
+//! (`answer`, which takes text apart with [`parsers`]); `handlers` strings them together. What differs
+//! between the APIs is in `dialect`: how a request reads and how an answer is written. Reading order: those,
+//! then [`server`] and `connection`. The behaviour of every field is in `docs/api.md`.
 
 mod answer;
 mod body;
 pub mod config;
 mod connection;
 pub mod control;
+mod dialect;
 pub mod engine;
 pub mod error;
+mod errors;
 mod fields;
 mod handlers;
 pub mod keys;

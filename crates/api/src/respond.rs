@@ -1,5 +1,6 @@
 //! From refusals and values to HTTP answers.
 
+use crate::errors::ErrorForm;
 use axum::body::Body;
 use axum::http::{HeaderValue, Response, StatusCode, header};
 use lockstep_core::Refusal;
@@ -11,33 +12,11 @@ pub(crate) type Answer = Response<Body>;
 /// Seconds a client is told to wait after a 429 or 503.
 const RETRY_AFTER_S: &str = "1";
 
-/// OpenAI's error body.
-#[derive(Serialize)]
-struct ErrorBody<'a> {
-    error: ErrorFields<'a>,
-}
-
-#[derive(Serialize)]
-struct ErrorFields<'a> {
-    message: &'a str,
-    #[serde(rename = "type")]
-    kind: &'a str,
-    param: Option<&'a str>,
-    code: Option<&'a str>,
-}
-
-/// `{"error": {"message", "type", "param", "code"}}`.
-pub(crate) fn error_json(refusal: &Refusal) -> String {
-    let Refusal { status: _, kind, code, param, message } = refusal;
-    to_json(&ErrorBody {
-        error: ErrorFields { message, kind, param: param.as_deref(), code: code.as_deref() },
-    })
-}
-
-/// The answer for a refused request.
+/// The answer for a refused request; see [`errors`](crate::errors) for its form.
 pub(crate) fn refuse(refusal: &Refusal) -> Answer {
     let status = StatusCode::from_u16(refusal.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    let mut answer = json_text(status, error_json(refusal));
+    let mut answer = json_text(status, ErrorForm::OpenAi.json(refusal));
+    answer.extensions_mut().insert(refusal.clone());
     if matches!(refusal.status, 429 | 503) {
         answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static(RETRY_AFTER_S));
     }

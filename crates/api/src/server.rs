@@ -2,12 +2,11 @@
 
 use crate::connection::{ClientListener, Connection};
 use crate::control::Phase;
+use crate::dialect::{Chat, Completions};
 use crate::handlers::{self, App};
-use crate::keys;
 use crate::request::policy::FieldPolicy;
 use crate::respond::{Answer, refuse};
-use crate::timing;
-use crate::{ApiConfig, ApiError, Ended, EngineClient, ServerControl};
+use crate::{ApiConfig, ApiError, Ended, EngineClient, ServerControl, errors, keys, timing};
 use axum::Router;
 use axum::http::header;
 use axum::middleware;
@@ -121,15 +120,15 @@ fn routes(app: Arc<App>) -> Router {
         .route("/debug/flight", post(handlers::write_flight))
         .route("/v1/models", get(handlers::models))
         .route("/v1/models/{*id}", get(handlers::model))
-        .route("/v1/chat/completions", post(handlers::chat))
-        .route("/v1/completions", post(handlers::completions))
+        .route("/v1/chat/completions", post(handlers::generate::<Chat>))
+        .route("/v1/completions", post(handlers::generate::<Completions>))
         .fallback(handlers::not_found)
         .method_not_allowed_fallback(handlers::method_not_allowed)
         .with_state(app)
 }
 
-/// What every answer passes: CORS outside, so that errors carry its headers too; inside it, a
-/// handler that panics becomes a 500.
+/// What every answer passes: CORS outside, so that errors carry its headers too; inside it, errors get the
+/// form of their endpoint; innermost, a handler that panics becomes a 500.
 fn with_layers(routes: Router) -> Router {
     let cors = CorsLayer::new()
         .allow_origin(AnyOrigin)
@@ -137,7 +136,8 @@ fn with_layers(routes: Router) -> Router {
         .allow_headers(AllowHeaders::mirror_request())
         .expose_headers([header::RETRY_AFTER, timing::HEADER])
         .max_age(PREFLIGHT_MAX_AGE);
-    routes.layer(CatchPanicLayer::custom(panicked)).layer(cors)
+    let errors = middleware::from_fn(errors::in_the_endpoints_form);
+    routes.layer(CatchPanicLayer::custom(panicked)).layer(errors).layer(cors)
 }
 
 fn panicked(panic: Box<dyn Any + Send>) -> Answer {

@@ -234,7 +234,7 @@ async fn a_stop_string_ends_the_answer_and_aborts_the_request() {
         assert_eq!(request.text.stop, ["T"]);
         server
             .engine
-            .delta(Delta { stopped_by_text: true, ..delta(request.id, "S", Some(FinishReason::Stop)) });
+            .delta(Delta { stop_string: Some(0), ..delta(request.id, "S", Some(FinishReason::Stop)) });
         server.engine.text(request.id, "late");
         assert!(!client.reply().await.text().contains("late"));
         server.engine.expect_abort(tokenizer, request.id).await;

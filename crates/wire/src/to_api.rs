@@ -80,11 +80,12 @@ pub struct Delta {
     /// The ids behind it (and behind text still held back).
     #[serde(with = "crate::token_bytes")]
     pub tokens: Vec<TokenId>,
-    /// Set on the last delta. `stopped_by_text` tells an end by stop string.
+    /// Set on the last delta. `stop_string` tells an end by stop string.
     pub finish: Option<FinishReason>,
-    /// The detokenizer found a stop string: the scheduler still runs the request, the api must
+    /// The detokenizer found this stop string, by its number in
+    /// [`TextParams::stop`](crate::TextParams::stop): the scheduler still runs the request, the api must
     /// abort it.
-    pub stopped_by_text: bool,
+    pub stop_string: Option<u32>,
     /// Token counts so far.
     pub usage: Usage,
     /// One entry per token of `tokens`, if the request asked for log-probabilities.

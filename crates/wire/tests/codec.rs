@@ -115,7 +115,7 @@ fn to_api() -> Vec<ToApi> {
         text: "😀".into(),
         tokens: vec![1],
         finish: Some(FinishReason::Stop),
-        stopped_by_text: true,
+        stop_string: Some(1),
         usage: Usage::default(),
         logprobs: Some(Box::new(vec![text_logprobs(Some(-1.5))])),
         echo: Some(Box::new(Echo { text: "ab".into(), tokens: vec![text_logprobs(None)] })),

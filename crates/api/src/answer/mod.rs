@@ -1,26 +1,31 @@
-//! Answers: from the engine's events to HTTP, whole or as server-sent events.
+//! Answers: from the engine's events to HTTP, whole or as a stream, in the [`Form`] of a dialect.
 //!
 //! **When the response head is sent:** with the first event. A refusal is therefore always an
 //! answer with its own status, also for `stream: true`; once text flows, a failure is an error
 //! event. The one exception is a client that closed its sending half: it may be gone, which only
 //! writing can tell, so after [`HALF_CLOSE_PATIENCE`] the head (200) goes out and probes follow
-//! every [`PROBE_INTERVAL`] (an SSE comment, or a line feed, which JSON allows before a value).
+//! every [`PROBE_INTERVAL`] (the form's keep-alive, or a line feed, which JSON allows before a value).
 
-mod logprobs;
+mod form;
 mod parts;
-mod shape;
 mod stream;
 mod whole;
 
-pub(crate) use shape::{Head, Shape};
+// Not every dialect needs all of it.
+#[allow(unused_imports)]
+pub(crate) use form::{Finish, Form, Frames, Framing, Label, NewPart, NewTokens, WholeChoice};
+#[allow(unused_imports)]
+pub(crate) use parts::{Joined, JoinedCall, Section};
 
 use crate::connection::{Connection, Hold};
 use crate::engine::Generation;
-use crate::request::{Endpoint, Parsing};
+use crate::errors::ErrorForm;
+use crate::parsers::Event as Part;
+use crate::request::{Names, Parsing};
 use crate::respond::{Answer, refuse};
 use crate::timing::TimingBody;
 use lockstep_core::{FinishReason, Refusal, RequestId};
-use lockstep_wire::{Delta, TextLogprobs, Timing, Usage};
+use lockstep_wire::{Delta, Timing, Usage};
 use parts::Reader;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -34,30 +39,43 @@ const PROBE_INTERVAL: Duration = Duration::from_millis(250);
 pub(crate) struct Pending {
     pub(crate) generation: Generation,
     pub(crate) hold: Hold,
-    pub(crate) head: Head,
+    /// How it is written.
+    pub(crate) form: Box<dyn Form>,
+    /// How a failure is written.
+    pub(crate) errors: ErrorForm,
+    /// What the client calls the fields of its request.
+    pub(crate) names: Names,
+    /// See [`Label::serial`].
+    pub(crate) serial: String,
     /// Choices in a row that have the same prompt (`n`).
     pub(crate) per_prompt: usize,
     /// How the text is taken apart; `None`: it is not.
     pub(crate) parsing: Option<Parsing>,
+    /// The request's stop strings.
+    pub(crate) stop: Vec<String>,
     /// Show the echoed prompt only; see [`Piece::of`].
     pub(crate) echo_only: bool,
 }
 
 impl Pending {
-    /// The state of an answer that has not begun.
+    /// The choices of an answer that has not begun.
     fn choices(&self) -> Choices {
+        let count = self.generation.choices();
+        let reader = |index| Reader::new(self.parsing.as_ref(), &self.serial, index);
         Choices {
-            list: vec![Choice::default(); self.generation.choices()],
-            open: self.generation.choices(),
+            list: (0..count).map(|index| Choice::new(reader(index))).collect(),
+            open: count,
             per_prompt: self.per_prompt.max(1),
+            stop: self.stop.clone(),
             started: Instant::now(),
             timing: None,
         }
     }
 
-    /// One per choice, at its beginning.
-    fn readers(&self) -> impl Iterator<Item = Reader> {
-        (0..self.generation.choices()).map(|i| Reader::new(self.parsing.as_ref(), self.head.id(), i))
+    /// The answer to a request that was refused after it was submitted.
+    fn refused(&self, refusal: Refusal) -> Answer {
+        tracing::debug!(answer = self.form.id(), refusal.status, refusal.message, "request refused");
+        refuse(&self.names.in_their_terms(refusal))
     }
 }
 
@@ -66,8 +84,10 @@ impl Pending {
 struct Piece {
     id: RequestId,
     text: String,
-    tokens: Vec<TextLogprobs>,
+    tokens: NewTokens,
     finish: Option<FinishReason>,
+    /// The number of the stop string that ended the choice.
+    stop: Option<u32>,
     usage: Usage,
     timing: Option<Box<Timing>>,
 }
@@ -75,32 +95,41 @@ struct Piece {
 impl Piece {
     /// The echoed prompt, if it is there, and the new text; `echo_only` leaves out what was generated.
     fn of(delta: Delta, echo_only: bool) -> Self {
-        let Delta { id, text, finish, mut usage, logprobs, echo, timing, .. } = delta;
-        let echo = echo.map_or_else(Default::default, |echo| (echo.text, echo.tokens));
-        let mut piece = Self { id, text: echo.0, tokens: echo.1, finish, usage, timing };
+        let Delta { id, text, tokens: ids, finish, stop_string, mut usage, logprobs, echo, timing } = delta;
+        let (echo_text, logprobs_of_echo) =
+            echo.map_or_else(Default::default, |echo| (echo.text, echo.tokens));
+        let tokens = NewTokens { ids: Vec::new(), logprobs: logprobs_of_echo };
+        let mut piece = Self { id, text: echo_text, tokens, finish, stop: stop_string, usage, timing };
         if echo_only {
             usage.completion_tokens = 0;
             let finish = finish.map(|f| if f == FinishReason::Abort { f } else { FinishReason::Length });
-            return Self { finish, usage, ..piece };
+            return Self { finish, stop: None, usage, ..piece };
         }
         piece.text.push_str(&text);
-        piece.tokens.extend(logprobs.into_iter().flat_map(|list| *list));
+        piece.tokens.ids = ids;
+        piece.tokens.logprobs.extend(logprobs.into_iter().flat_map(|list| *list));
         piece
     }
 }
 
-/// Answers with events when `stream`, else with one JSON document.
+/// Answers with a stream when `stream`, else with one JSON document.
 pub(crate) async fn answer(pending: Pending, stream: bool) -> Answer {
     if stream { stream::answer(pending).await } else { whole::answer(pending).await }
 }
 
 /// One choice of the answer so far.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug)]
 struct Choice {
+    reader: Reader,
     usage: Usage,
-    finish: Option<FinishReason>,
-    /// Where its time went, if the client asked; from its end on.
-    timing: Option<TimingBody>,
+    reasoning_tokens: u32,
+    finish: Option<Finish>,
+}
+
+impl Choice {
+    fn new(reader: Reader) -> Self {
+        Self { reader, usage: Usage::default(), reasoning_tokens: 0, finish: None }
+    }
 }
 
 /// The choices of an answer and how many of them go on.
@@ -109,34 +138,55 @@ struct Choices {
     list: Vec<Choice>,
     open: usize,
     per_prompt: usize,
+    stop: Vec<String>,
     started: Instant,
     /// Of the choice that ended last.
     timing: Option<TimingBody>,
 }
 
 impl Choices {
-    /// Takes in what a piece says about its choice. True when it was the answer's last.
-    fn record(&mut self, choice: usize, piece: &Piece) -> bool {
+    /// Takes in what a piece says about its choice, and gives what is decided by now.
+    fn read(&mut self, choice: usize, piece: &Piece) -> Vec<Part> {
         let state = &mut self.list[choice];
+        let parts = state.reader.read(&piece.text, piece.finish.is_some());
         state.usage = piece.usage;
-        if piece.finish.is_some() && state.finish.is_none() {
-            state.finish = piece.finish;
+        if state.reader.is_reasoning() {
+            state.reasoning_tokens = piece.usage.completion_tokens;
+        }
+        if let Some(reason) = piece.finish {
+            self.end(choice, reason, piece);
+        }
+        parts
+    }
+
+    fn end(&mut self, choice: usize, reason: FinishReason, piece: &Piece) {
+        let usage = piece.usage;
+        let state = &mut self.list[choice];
+        if state.finish.is_none() {
             self.open -= 1;
-        }
-        if let Some(finish) = piece.finish {
-            let usage = piece.usage;
             let timing = piece.timing.as_deref();
-            state.timing = timing.map(|timing| TimingBody::new(timing, usage, self.started.elapsed()));
-            self.timing = state.timing;
-            tracing::debug!(
-                request = %piece.id,
-                prompt_tokens = usage.prompt_tokens,
-                completion_tokens = usage.completion_tokens,
-                elapsed_ms = self.started.elapsed().as_millis() as u64,
-                finish = finish.as_openai(),
-                "request finished"
-            );
+            self.timing = timing.map(|timing| TimingBody::new(timing, usage, self.started.elapsed()));
+            state.finish = Some(Finish {
+                reason,
+                has_calls: state.reader.has_calls(),
+                stop: piece.stop.and_then(|number| self.stop.get(number as usize).cloned()),
+                usage,
+                reasoning_tokens: state.reasoning_tokens,
+                timing: self.timing,
+            });
         }
+        tracing::debug!(
+            request = %piece.id,
+            prompt_tokens = usage.prompt_tokens,
+            completion_tokens = usage.completion_tokens,
+            elapsed_ms = self.started.elapsed().as_millis() as u64,
+            finish = reason.as_openai(),
+            "request finished"
+        );
+    }
+
+    /// Whether every choice has ended.
+    fn are_complete(&self) -> bool {
         self.open == 0
     }
 
@@ -160,18 +210,4 @@ impl Choices {
 async fn half_close_patience(connection: &Connection) {
     connection.half_closed().await;
     tokio::time::sleep(HALF_CLOSE_PATIENCE).await;
-}
-
-/// The engine's refusals name the field of chat requests; completions have another.
-pub(crate) fn in_terms_of(endpoint: Endpoint, mut refusal: Refusal) -> Refusal {
-    if refusal.code.as_deref() == Some("context_length_exceeded") {
-        refusal.param = Some(endpoint.prompt_field().into());
-    }
-    refusal
-}
-
-/// The answer to a request that was refused after it was submitted.
-fn refused(head: &Head, refusal: Refusal) -> Answer {
-    tracing::debug!(answer = head.id(), refusal.status, refusal.message, "request refused");
-    refuse(&in_terms_of(head.endpoint(), refusal))
 }

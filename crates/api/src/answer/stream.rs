@@ -1,30 +1,27 @@
-//! The answer as server-sent events, by the letter: `data: <one line of JSON>` and an empty line
-//! per event, `data: [DONE]` last, comments while nothing happens.
+//! The answer as a stream of frames, flushed one delta at a time.
 //!
-//! Per choice: (chat) one chunk with the role, chunks with text, reasoning and tool calls as they are
-//! decided, one chunk with `finish_reason`. A delta that decides nothing makes no chunk; its
-//! log-probabilities come with the next one. A failure makes an error event in OpenAI's nested form, and the
-//! stream ends there, without `[DONE]`: an answer that was cut must not look complete.
+//! A delta that decides nothing (half a character, text that may become a stop string) makes no frame; its
+//! tokens come with the next one. A failure makes an error frame and the stream ends there: an answer that
+//! was cut must not look complete.
 
-use super::logprobs::TextOffset;
-use super::parts::Reader;
-use super::shape::End;
-use super::{Choices, PROBE_INTERVAL, Pending, Piece, half_close_patience, in_terms_of, refused};
+use super::{Choices, Frames, NewPart, NewTokens, PROBE_INTERVAL, Pending, Piece, half_close_patience};
 use crate::engine::Event;
-use crate::respond::{Answer, error_json};
+use crate::respond::Answer;
 use axum::body::{Body, Bytes};
 use axum::http::{HeaderValue, Response, header};
-use lockstep_wire::{Delta, TextLogprobs};
+use lockstep_core::Refusal;
+use lockstep_wire::Delta;
 use std::convert::Infallible;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Silence after which a comment is sent, so that proxies keep the connection.
+/// Silence after which something is sent, so that proxies keep the connection.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 
-struct EventStream {
+struct FrameStream {
     pending: Pending,
     choices: Choices,
+    has_begun: bool,
     /// What is out of each choice.
     sent: Vec<Sent>,
     /// The event that decided to answer with a stream.
@@ -33,20 +30,11 @@ struct EventStream {
 }
 
 /// What a client has of one choice.
+#[derive(Debug, Default)]
 struct Sent {
-    reader: Reader,
-    /// The role chunk.
     is_opened: bool,
-    /// Tokens whose log-probabilities no chunk has carried yet.
-    held: Vec<TextLogprobs>,
-    offset: TextOffset,
-}
-
-impl Sent {
-    /// Nothing is out yet.
-    fn nothing(reader: Reader) -> Self {
-        Self { reader, is_opened: false, held: Vec::new(), offset: TextOffset::default() }
-    }
+    /// Tokens that no frame has carried yet.
+    held: NewTokens,
 }
 
 pub(super) async fn answer(mut pending: Pending) -> Answer {
@@ -58,13 +46,14 @@ pub(super) async fn answer(mut pending: Pending) -> Answer {
         () = half_close_patience(&connection) => None,
     };
     if let Some((_, Event::Refused(refusal))) = first {
-        return refused(&pending.head, refusal);
+        return pending.refused(refusal);
     }
-    let sent = pending.readers().map(Sent::nothing).collect();
-    let stream = EventStream { pending, choices, sent, first, quiet_since: Instant::now() };
+    let content_type = pending.form.framing().content_type();
+    let sent = choices.list.iter().map(|_| Sent::default()).collect();
+    let stream = FrameStream { pending, choices, has_begun: false, sent, first, quiet_since: Instant::now() };
     let mut answer = Response::new(Body::from_stream(futures::stream::unfold(Some(stream), next_frames)));
     let headers = answer.headers_mut();
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     // nginx would collect tokens before passing them on.
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
@@ -73,12 +62,12 @@ pub(super) async fn answer(mut pending: Pending) -> Answer {
 
 /// The next bytes and the rest of the stream, which is `None` after the last.
 async fn next_frames(
-    stream: Option<EventStream>,
-) -> Option<(Result<Bytes, Infallible>, Option<EventStream>)> {
+    stream: Option<FrameStream>,
+) -> Option<(Result<Bytes, Infallible>, Option<FrameStream>)> {
     let mut stream = stream?;
     loop {
         let (frames, last) = match stream.next_event().await {
-            None => (": keep-alive\n\n".into(), false),
+            None => (stream.pending.form.keep_alive().into(), false),
             Some((choice, Event::Delta(delta))) => stream.frames(choice, delta),
             Some((_, Event::Refused(refusal))) => (stream.error_frame(refusal), true),
         };
@@ -89,8 +78,8 @@ async fn next_frames(
     }
 }
 
-impl EventStream {
-    /// The next event; `None` when a comment is due.
+impl FrameStream {
+    /// The next event; `None` when a sign of life is due.
     async fn next_event(&mut self) -> Option<(usize, Event)> {
         if let Some(first) = self.first.take() {
             return Some(first);
@@ -106,50 +95,37 @@ impl EventStream {
         }
     }
 
-    /// The events that a delta makes, and whether they end the stream.
-    fn frames(&mut self, index: usize, delta: Delta) -> (String, bool) {
-        let head = &self.pending.head;
+    /// The frames that a delta makes, and whether they end the stream.
+    fn frames(&mut self, choice: usize, delta: Delta) -> (String, bool) {
+        let mut out = Frames::default();
         let mut piece = Piece::of(delta, self.pending.echo_only);
-        let sent = &mut self.sent[index];
+        let (form, sent) = (&mut self.pending.form, &mut self.sent[choice]);
         sent.held.append(&mut piece.tokens);
-        let mut frames = String::new();
-        if !sent.is_opened {
-            sent.is_opened = true;
-            head.role_chunk(index).iter().for_each(|chunk| push_frame(&mut frames, chunk));
+        if !std::mem::replace(&mut self.has_begun, true) {
+            form.begin(piece.usage, &mut out);
         }
-        let parts = sent.reader.read(&piece.text, piece.finish.is_some());
-        for (i, part) in parts.iter().enumerate() {
-            let held = std::mem::take(&mut sent.held);
-            let logprobs = (i == 0).then(|| head.logprobs(&held, &mut sent.offset)).flatten();
-            push_frame(&mut frames, &head.part_chunk(index, part, logprobs));
+        if !std::mem::replace(&mut sent.is_opened, true) {
+            form.open(choice, &mut out);
         }
-        let last = self.choices.record(index, &piece);
-        if let Some(finish) = piece.finish {
-            let held = std::mem::take(&mut sent.held);
-            let logprobs = (!held.is_empty()).then(|| head.logprobs(&held, &mut sent.offset)).flatten();
-            let finish = sent.reader.finish_reason(finish);
-            let end = End { finish, timing: self.choices.list[index].timing };
-            push_frame(&mut frames, &head.finish_chunk(index, end, logprobs));
+        for part in &self.choices.read(choice, &piece) {
+            let tokens = std::mem::take(&mut sent.held);
+            form.part(NewPart { choice, part, tokens, usage: piece.usage }, &mut out);
         }
+        if let Some(finish) = &self.choices.list[choice].finish {
+            form.finish(choice, finish, std::mem::take(&mut sent.held), &mut out);
+        }
+        let last = self.choices.are_complete();
         if last {
-            let usage = self.pending.head.usage_chunk(self.choices.usage());
-            usage.iter().for_each(|chunk| push_frame(&mut frames, chunk));
-            push_frame(&mut frames, "[DONE]");
+            form.end(self.choices.usage(), &mut out);
         }
-        (frames, last)
+        (out.take(), last)
     }
 
-    fn error_frame(&self, refusal: lockstep_core::Refusal) -> String {
-        let head = &self.pending.head;
-        tracing::debug!(answer = head.id(), refusal.message, "stream ended by an error");
-        let mut frame = String::new();
-        push_frame(&mut frame, &error_json(&in_terms_of(head.endpoint(), refusal)));
-        frame
+    fn error_frame(&mut self, refusal: Refusal) -> String {
+        let Pending { form, errors, names, .. } = &mut self.pending;
+        tracing::debug!(answer = form.id(), refusal.message, "stream ended by an error");
+        let mut out = Frames::default();
+        form.fail(&names.in_their_terms(refusal), *errors, &mut out);
+        out.take()
     }
-}
-
-fn push_frame(frames: &mut String, data: &str) {
-    frames.push_str("data: ");
-    frames.push_str(data);
-    frames.push_str("\n\n");
 }

@@ -1,29 +1,26 @@
 //! The answer as one JSON document.
 
-use super::parts::{Joined, Reader};
-use super::shape::{End, WholeChoice};
-use super::{Choices, PROBE_INTERVAL, Pending, Piece, half_close_patience, in_terms_of, refused};
+use super::{Choices, Joined, NewTokens, PROBE_INTERVAL, Pending, Piece, WholeChoice, half_close_patience};
 use crate::engine::Event;
-use crate::respond::{Answer, error_json, json_body, json_text};
+use crate::respond::{Answer, json_body, json_text};
 use crate::timing;
 use axum::body::{Body, Bytes};
 use axum::http::StatusCode;
-use lockstep_core::{FinishReason, Refusal};
-use lockstep_wire::TextLogprobs;
+use lockstep_core::Refusal;
 use std::convert::Infallible;
 
 /// Collects an answer; every await is cancel-safe, so collecting can pause for a probe.
 struct Collector {
     pending: Pending,
     choices: Choices,
-    parts: Vec<Parts>,
+    collected: Vec<Collected>,
 }
 
 /// What has come of one choice.
-struct Parts {
-    reader: Reader,
+#[derive(Debug, Default)]
+struct Collected {
     joined: Joined,
-    tokens: Vec<TextLogprobs>,
+    tokens: NewTokens,
 }
 
 pub(super) async fn answer(pending: Pending) -> Answer {
@@ -43,7 +40,7 @@ pub(super) async fn answer(pending: Pending) -> Answer {
             }
             answer
         }
-        Err(refusal) => refused(&collector.pending.head, refusal),
+        Err(refusal) => collector.pending.refused(refusal),
     }
 }
 
@@ -51,12 +48,13 @@ pub(super) async fn answer(pending: Pending) -> Answer {
 fn probing_body(collector: Collector) -> Body {
     let next = |collector: Option<Collector>| async move {
         let mut collector = collector?;
-        let endpoint = collector.pending.head.endpoint();
         let frame = match tokio::time::timeout(PROBE_INTERVAL, collector.collect()).await {
             Err(_) => return Some((Ok::<_, Infallible>(Bytes::from_static(b"\n")), Some(collector))),
             Ok(Ok(text)) => text,
             // The status is sent already; the body still says what happened.
-            Ok(Err(refusal)) => error_json(&in_terms_of(endpoint, refusal)),
+            Ok(Err(refusal)) => {
+                collector.pending.errors.json(&collector.pending.names.in_their_terms(refusal))
+            }
         };
         Some((Ok(Bytes::from(frame)), None))
     };
@@ -65,9 +63,9 @@ fn probing_body(collector: Collector) -> Body {
 
 impl Collector {
     fn new(pending: Pending) -> Self {
-        let empty = |reader| Parts { reader, joined: Joined::default(), tokens: Vec::new() };
-        let parts = pending.readers().map(empty).collect();
-        Self { choices: pending.choices(), pending, parts }
+        let choices = pending.choices();
+        let collected = choices.list.iter().map(|_| Collected::default()).collect();
+        Self { pending, choices, collected }
     }
 
     /// Waits for the end of every choice and returns the JSON document.
@@ -76,11 +74,12 @@ impl Collector {
             match self.pending.generation.next().await {
                 (choice, Event::Delta(delta)) => {
                     let mut piece = Piece::of(delta, self.pending.echo_only);
-                    let Parts { reader, joined, tokens } = &mut self.parts[choice];
-                    let parts = reader.read(&piece.text, piece.finish.is_some());
-                    parts.into_iter().for_each(|part| joined.add(part));
+                    let Collected { joined, tokens } = &mut self.collected[choice];
+                    for part in &self.choices.read(choice, &piece) {
+                        joined.add(part);
+                    }
                     tokens.append(&mut piece.tokens);
-                    if self.choices.record(choice, &piece) {
+                    if self.choices.are_complete() {
                         return Ok(self.document());
                     }
                 }
@@ -90,11 +89,12 @@ impl Collector {
     }
 
     fn document(&mut self) -> String {
-        let parts = std::mem::take(&mut self.parts).into_iter();
-        let whole = parts.zip(&self.choices.list).map(|(Parts { reader, joined, tokens }, choice)| {
-            let finish = reader.finish_reason(choice.finish.unwrap_or(FinishReason::Abort));
-            WholeChoice { joined, tokens, end: End { finish, timing: choice.timing } }
-        });
-        self.pending.head.whole(&whole.collect::<Vec<_>>(), self.choices.usage())
+        let collected = std::mem::take(&mut self.collected).into_iter();
+        let finishes = self.choices.list.iter().filter_map(|choice| choice.finish.clone());
+        let whole = collected.zip(finishes);
+        let whole: Vec<_> = whole
+            .map(|(Collected { joined, tokens }, finish)| WholeChoice { joined, tokens, finish })
+            .collect();
+        self.pending.form.whole(&whole, self.choices.usage())
     }
 }

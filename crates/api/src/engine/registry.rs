@@ -174,9 +174,9 @@ impl Registry {
         }
         let Some(entry) = table.requests.remove(&id) else { return };
         drop(table);
-        let stopped_by_text = delta.stopped_by_text;
+        let runs_on = delta.stop_string.is_some();
         let _ = entry.sender.send((entry.choice, Event::Delta(delta)));
-        if stopped_by_text {
+        if runs_on {
             entry.abort(id);
         }
     }

@@ -131,6 +131,11 @@ impl AnswerParser {
         self.sink.take()
     }
 
+    /// Whether the text so far ends inside reasoning.
+    pub fn is_reasoning(&self) -> bool {
+        self.reasoning.as_ref().is_some_and(ReasoningSplitter::is_inside)
+    }
+
     /// Whether a call was told: the finish reason is then `tool_calls`, not `stop`.
     pub fn has_calls(&self) -> bool {
         self.sink.call_count() > 0

@@ -60,6 +60,11 @@ impl ReasoningSplitter {
         }
     }
 
+    /// Whether what comes next is reasoning, unless it is the closing tag.
+    pub(super) fn is_inside(&self) -> bool {
+        self.state == State::Inside || (self.state == State::Start && self.is_implied)
+    }
+
     fn start(&mut self, c: char, sink: &mut Sink, content: &mut String) {
         self.held.push(c);
         if self.held == self.tags.open {

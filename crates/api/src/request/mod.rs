@@ -4,6 +4,7 @@
 mod chat;
 mod completions;
 mod forced;
+mod names;
 pub(crate) mod policy;
 mod sampling;
 mod structured;
@@ -16,11 +17,12 @@ use crate::engine::NewRequest;
 use crate::fields::Fields;
 use lockstep_core::{Refusal, SamplingParams};
 use lockstep_wire::Prompt;
-use policy::FieldPolicy;
+pub(crate) use names::Names;
 use serde_json::{Map, Value};
 pub(crate) use tools::Parsing;
 
-/// Which of OpenAI's two generation endpoints was called; decides fields, defaults and shapes.
+/// Which of OpenAI's two generation endpoints a request is written for; decides fields and defaults. Other
+/// APIs' requests are translated into one of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     /// `/v1/chat/completions`
@@ -33,16 +35,6 @@ impl Call {
     /// Asks where the time of its requests goes.
     pub(crate) fn ask_for_timing(&mut self) {
         self.requests.iter_mut().for_each(|request| request.text.timing = true);
-    }
-}
-
-impl Endpoint {
-    /// The field that holds the prompt.
-    pub(crate) fn prompt_field(self) -> &'static str {
-        match self {
-            Endpoint::Chat => "messages",
-            Endpoint::Completions => "prompt",
-        }
     }
 }
 
@@ -74,15 +66,14 @@ pub(crate) enum LogprobsWish {
     Top(u32),
 }
 
-/// Validates the body of one of the two generation endpoints.
+/// Validates a request written for one of the two endpoints; its field names are checked before
+/// ([`FieldPolicy`](policy::FieldPolicy)).
 pub(crate) fn validate(
     endpoint: Endpoint,
     body: &Map<String, Value>,
     config: &ApiConfig,
-    policy: &FieldPolicy,
 ) -> Result<Call, Refusal> {
     let fields = Fields::new(body, "");
-    policy.check(endpoint, body, config.strict_api)?;
     check_model(&fields, config)?;
     let stream = fields.boolean("stream")?.unwrap_or(false);
     let include_usage = include_usage(&fields, stream)?;

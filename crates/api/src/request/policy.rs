@@ -2,7 +2,6 @@
 //! refused with `--strict-api`); fields that are known elsewhere but not supported here are
 //! refused unless null or at the value that changes nothing.
 
-use super::Endpoint;
 use lockstep_core::Refusal;
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
@@ -14,32 +13,53 @@ const NAMES_LOGGED_MAX: usize = 64;
 /// Characters of a client's own text that are repeated in messages and logs.
 const QUOTED_CHARS_MAX: usize = 64;
 
-/// Read by this server on both endpoints.
+/// The fields of a kind of request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FieldTable {
+    /// Read by this server.
+    pub(crate) read: &'static [&'static [&'static str]],
+    /// Known and without effect on the answer here: bookkeeping of the client or of the API's own service.
+    pub(crate) without_effect: &'static [&'static str],
+    /// With a meaning elsewhere that this server does not have.
+    pub(crate) unsupported: &'static [(&'static str, Neutral)],
+}
+
+/// `/v1/chat/completions`
+pub(crate) const CHAT_FIELDS: FieldTable =
+    FieldTable { read: &[COMMON, ENGINE, CHAT], without_effect: WITHOUT_EFFECT, unsupported: UNSUPPORTED };
+/// `/v1/completions`
+pub(crate) const COMPLETIONS_FIELDS: FieldTable =
+    FieldTable { read: &[COMMON, ENGINE, COMPLETIONS], ..CHAT_FIELDS };
+
+/// Read on both endpoints.
 const COMMON: &[&str] = &[
     "model",
     "stream",
     "stream_options",
     "max_tokens",
-    "min_tokens",
     "temperature",
     "top_p",
+    "stop",
+    "n",
+    "logprobs",
+    "response_format",
+];
+/// What further says how an answer is generated, by the same names on every endpoint, whatever its API.
+pub(crate) const ENGINE: &[&str] = &[
+    "min_tokens",
     "top_k",
     "min_p",
     "seed",
-    "stop",
     "stop_token_ids",
     "ignore_eos",
     "skip_special_tokens",
     "cache_salt",
     "priority",
-    "n",
-    "logprobs",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
     "logit_bias",
     "allowed_token_ids",
-    "response_format",
     "structured_outputs",
     "guided_json",
     "guided_regex",
@@ -66,7 +86,7 @@ const CHAT: &[&str] = &[
 ];
 /// Read on `/v1/completions` only.
 const COMPLETIONS: &[&str] = &["prompt", "echo", "best_of"];
-/// Known and without effect on the answer here: bookkeeping of the client or of OpenAI's service.
+/// See [`FieldTable::without_effect`].
 const WITHOUT_EFFECT: &[&str] = &[
     "user",
     "metadata",
@@ -81,7 +101,7 @@ const WITHOUT_EFFECT: &[&str] = &[
 
 /// The value at which an unsupported field changes nothing.
 #[derive(Clone, Copy, Debug)]
-enum Neutral {
+pub(crate) enum Neutral {
     /// Only null.
     Nothing,
     Bool(bool),
@@ -96,7 +116,7 @@ enum Neutral {
     Former(&'static str),
 }
 
-/// Fields with a meaning in OpenAI's, vLLM's or SGLang's API that this server does not have.
+/// Fields with a meaning in OpenAI's, vLLM's or SGLang's API.
 const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("best_of", Neutral::Number(1.0)),
     ("echo", Neutral::Bool(false)),
@@ -175,20 +195,16 @@ impl FieldPolicy {
     /// Checks the names of a request, and the values of unsupported fields.
     pub(crate) fn check(
         &self,
-        endpoint: Endpoint,
+        table: &FieldTable,
         body: &Map<String, Value>,
         strict: bool,
     ) -> Result<(), Refusal> {
-        let own = match endpoint {
-            Endpoint::Chat => CHAT,
-            Endpoint::Completions => COMPLETIONS,
-        };
         for (name, value) in body {
             let name = name.as_str();
-            if [COMMON, own, WITHOUT_EFFECT].iter().any(|names| names.contains(&name)) {
+            if table.read.iter().chain([&table.without_effect]).any(|names| names.contains(&name)) {
                 continue;
             }
-            match UNSUPPORTED.iter().find(|(unsupported, _)| *unsupported == name) {
+            match table.unsupported.iter().find(|(unsupported, _)| *unsupported == name) {
                 Some((_, neutral)) if !value.is_null() => check_neutral(name, value, *neutral)?,
                 Some(_) => {}
                 None => self.unknown_field(name, strict)?,

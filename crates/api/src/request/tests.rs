@@ -1,6 +1,6 @@
 //! Validation rules, field by field: cases C9, C10 and the prompt forms of C13.
 
-use super::policy::FieldPolicy;
+use super::policy::{CHAT_FIELDS, COMPLETIONS_FIELDS, FieldPolicy};
 use super::{Call, Endpoint, validate};
 use crate::{ApiConfig, SamplingDefaults};
 use lockstep_core::{Grammar, Refusal, SamplingParams};
@@ -19,7 +19,13 @@ fn call_with(endpoint: Endpoint, config: &ApiConfig, extra: Value) -> Result<Cal
     for (name, value) in extra.as_object().unwrap() {
         body[name] = value.clone();
     }
-    validate(endpoint, body.as_object().unwrap(), config, &FieldPolicy::default())
+    let table = match endpoint {
+        Endpoint::Chat => CHAT_FIELDS,
+        Endpoint::Completions => COMPLETIONS_FIELDS,
+    };
+    let body = body.as_object().unwrap();
+    FieldPolicy::default().check(&table, body, config.strict_api)?;
+    validate(endpoint, body, config)
 }
 
 fn chat(extra: Value) -> Result<Call, Refusal> {
@@ -199,10 +205,9 @@ fn unknown_fields_are_counted_or_refused() {
     let policy = FieldPolicy::default();
     let body = json!({"prompt": "a", "foo": 1, "bar": null, "messages": []});
     let body = body.as_object().unwrap();
-    validate(Endpoint::Completions, body, &config(), &policy).unwrap();
+    policy.check(&COMPLETIONS_FIELDS, body, false).unwrap();
     assert_eq!(policy.unknown(), 3);
-    let strict = ApiConfig { strict_api: true, ..config() };
-    let refusal = validate(Endpoint::Completions, body, &strict, &policy).unwrap_err();
+    let refusal = policy.check(&COMPLETIONS_FIELDS, body, true).unwrap_err();
     assert_eq!((refusal.param.as_deref(), refusal.code.as_deref()), (Some("foo"), Some("unknown_field")));
 }
 

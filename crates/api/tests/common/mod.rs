@@ -128,8 +128,8 @@ impl FakeEngine {
 pub fn delta(id: RequestId, text: &str, finish: Option<FinishReason>) -> Delta {
     let usage = Usage { prompt_tokens: 3, cached_tokens: 1, completion_tokens: 2 };
     let (text, tokens) = (text.into(), vec![1 as TokenId]);
-    let stopped_by_text = false;
-    Delta { id, text, tokens, finish, stopped_by_text, usage, logprobs: None, echo: None, timing: None }
+    let stop_string = None;
+    Delta { id, text, tokens, finish, stop_string, usage, logprobs: None, echo: None, timing: None }
 }
 
 /// A POST with a JSON body.

@@ -94,6 +94,11 @@ impl RequestDecoder {
         self.is_stopped
     }
 
+    /// The number of the stop string that completed, in the order of the request's list.
+    pub fn stop_string(&self) -> Option<u32> {
+        self.stop.completed()
+    }
+
     /// Whether a stop string has completed.
     pub fn is_stopped(&self) -> bool {
         self.is_stopped

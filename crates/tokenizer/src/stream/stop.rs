@@ -4,6 +4,8 @@
 //! matching in strings"): its state is the length of the longest prefix of the stop string that the
 //! text ends with, which is exactly what must be held back.
 
+use std::cmp::Reverse;
+
 /// Finds the first stop string that completes.
 ///
 /// **Invariants:** text is released in order and at most once; what is released can no longer be part
@@ -15,10 +17,13 @@
 pub(crate) struct StopMatcher {
     automata: Vec<Automaton>,
     held: String,
+    completed: Option<u32>,
 }
 
 #[derive(Clone, Debug)]
 struct Automaton {
+    /// Its stop string's place in the request's list.
+    number: u32,
     stop: Box<[u8]>,
     /// `failure[k]`: longest proper prefix of `stop[..=k]` that is also its suffix.
     failure: Box<[u32]>,
@@ -28,8 +33,14 @@ struct Automaton {
 impl StopMatcher {
     /// Empty stop strings are ignored (the api refuses them).
     pub(crate) fn new(stops: &[String]) -> Self {
-        let automata = stops.iter().filter(|s| !s.is_empty()).map(|s| Automaton::new(s.as_bytes())).collect();
-        Self { automata, held: String::new() }
+        let numbered = (0..).zip(stops).filter(|(_, stop)| !stop.is_empty());
+        let automata = numbered.map(|(number, stop)| Automaton::new(number, stop.as_bytes())).collect();
+        Self { automata, held: String::new(), completed: None }
+    }
+
+    /// The number of the stop string that completed (of equal ones the first), if one did.
+    pub(crate) fn completed(&self) -> Option<u32> {
+        self.completed
     }
 
     /// Takes the next piece and appends what may be shown to `out`. True when a stop string
@@ -40,8 +51,9 @@ impl StopMatcher {
             return false;
         }
         for (index, &byte) in text.as_bytes().iter().enumerate() {
-            let longest = self.automata.iter_mut().filter_map(|a| a.step(byte)).max();
-            if let Some(stop_len) = longest {
+            let complete = self.automata.iter_mut().filter_map(|a| Some((a.step(byte)?, a.number)));
+            if let Some((stop_len, number)) = complete.max_by_key(|&(len, number)| (len, Reverse(number))) {
+                self.completed = Some(number);
                 self.held.push_str(&text[..=index]);
                 self.held.truncate(self.held.len() - stop_len);
                 out.push_str(&self.held);
@@ -64,7 +76,7 @@ impl StopMatcher {
 }
 
 impl Automaton {
-    fn new(stop: &[u8]) -> Self {
+    fn new(number: u32, stop: &[u8]) -> Self {
         let mut failure = vec![0_u32; stop.len()];
         let mut length = 0;
         for i in 1..stop.len() {
@@ -74,7 +86,7 @@ impl Automaton {
             length += usize::from(stop[i] == stop[length]);
             failure[i] = length as u32;
         }
-        Self { stop: stop.into(), failure: failure.into(), matched: 0 }
+        Self { number, stop: stop.into(), failure: failure.into(), matched: 0 }
     }
 
     /// Consumes one byte; the stop string's length when it is complete.
@@ -93,14 +105,14 @@ mod tests {
     use crate::test_rng::Rng;
 
     /// The specification: grow the text character by character and look at its end.
-    fn naive(text: &str, stops: &[String]) -> (String, bool) {
+    fn naive(text: &str, stops: &[String]) -> (String, Option<String>) {
         for (index, c) in text.char_indices() {
             let seen = &text[..index + c.len_utf8()];
-            if let Some(len) = stops.iter().filter(|s| seen.ends_with(s.as_str())).map(String::len).max() {
-                return (seen[..seen.len() - len].to_owned(), true);
+            if let Some(stop) = stops.iter().filter(|s| seen.ends_with(s.as_str())).max_by_key(|s| s.len()) {
+                return (seen[..seen.len() - stop.len()].to_owned(), Some(stop.clone()));
             }
         }
-        (text.to_owned(), false)
+        (text.to_owned(), None)
     }
 
     fn random_text(rng: &mut Rng, len_max: usize) -> String {
@@ -128,7 +140,9 @@ mod tests {
             if !stopped {
                 matcher.flush(&mut out);
             }
-            assert_eq!((out, stopped), (expected, expected_stop), "round {round}: {text:?} stops {stops:?}");
+            let stop = matcher.completed().map(|number| stops[number as usize].clone());
+            assert_eq!((stopped, stop.is_some()), (expected_stop.is_some(), stopped));
+            assert_eq!((out, stop), (expected, expected_stop), "round {round}: {text:?} stops {stops:?}");
         }
     }
 

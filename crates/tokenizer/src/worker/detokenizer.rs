@@ -74,6 +74,7 @@ impl<'m> DetokenizerWorker<'m> {
         if finish.is_some() && !stopped {
             stopped = model.finish_text(decoder, &mut text);
         }
+        let stop_string = decoder.stop_string();
         let finish = if stopped { Some(FinishReason::Stop) } else { finish };
         let timing = timing.filter(|_| finish.is_some());
         if finish.is_some() {
@@ -86,7 +87,7 @@ impl<'m> DetokenizerWorker<'m> {
             }
             Box::new(texts)
         });
-        Some(Delta { id, text, tokens, finish, stopped_by_text: stopped, usage, logprobs, echo, timing })
+        Some(Delta { id, text, tokens, finish, stop_string, usage, logprobs, echo, timing })
     }
 }
 

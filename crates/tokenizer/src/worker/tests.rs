@@ -135,10 +135,10 @@ fn state_ends_with_the_request_however_it_ends() {
     ])));
     assert_eq!(worker.running_len(), 0);
     let seen: Vec<_> =
-        report.iter().map(|d| (d.text.as_str(), d.finish.unwrap().as_openai(), d.stopped_by_text)).collect();
+        report.iter().map(|d| (d.text.as_str(), d.finish.unwrap().as_openai(), d.stop_string)).collect();
     assert_eq!(
         seen,
-        [("a", "stop", false), ("S", "stop", true), ("ST", "length", false), ("x", "abort", false)],
+        [("a", "stop", None), ("S", "stop", Some(0)), ("ST", "length", None), ("x", "abort", None)],
         "an end token has no text, a held prefix comes out at the end"
     );
     // Rank 0 goes on until the abort of the stopped request arrives.

@@ -1,47 +1,26 @@
 //! The JSON of answers, field by field as OpenAI writes it.
 
 use super::logprobs::{LogprobsBody, TextOffset};
-use super::parts::{Joined, JoinedCall};
+use crate::answer::{Finish, Form, Frames, Joined, JoinedCall, Label, NewPart, NewTokens, WholeChoice};
 use crate::parsers::Event as Part;
-use crate::request::{Endpoint, LogprobsWish};
+use crate::request::{Call, Endpoint, LogprobsWish};
 use crate::respond::to_json;
 use crate::timing::TimingBody;
-use lockstep_wire::{TextLogprobs, Usage};
+use lockstep_wire::Usage;
 use serde::Serialize;
 
-/// What every chunk of one answer repeats.
-#[derive(Clone, Debug)]
-pub(crate) struct Head {
+/// One answer of either endpoint.
+#[derive(Debug)]
+pub(super) struct Head {
     endpoint: Endpoint,
     id: String,
     created: u64,
     model: String,
-    shape: Shape,
-}
-
-/// What the client asked its answer to hold.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Shape {
     /// One more chunk with the token counts; concerns streams only.
-    pub(crate) include_usage: bool,
-    /// Log-probabilities.
-    pub(crate) logprobs: LogprobsWish,
-}
-
-/// A choice of a whole answer.
-pub(super) struct WholeChoice {
-    pub(super) joined: Joined,
-    pub(super) tokens: Vec<TextLogprobs>,
-    pub(super) end: End,
-}
-
-/// How a choice ended.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct End {
-    /// As OpenAI names it.
-    pub(super) finish: &'static str,
-    /// Where its time went, if the client asked.
-    pub(super) timing: Option<TimingBody>,
+    include_usage: bool,
+    logprobs: LogprobsWish,
+    /// Where the next token of each choice begins; streams only.
+    offsets: Vec<TextOffset>,
 }
 
 #[derive(Serialize)]
@@ -124,16 +103,23 @@ impl<'a> CallBody<'a> {
     }
 }
 
+/// The texts of a whole message.
+struct Texts {
+    text: String,
+    reasoning: String,
+}
+
 impl<'a> Message<'a> {
-    /// The message of a whole answer.
-    fn whole(joined: &'a Joined) -> Self {
-        let Joined { text, reasoning, calls } = joined;
+    /// The message of a whole answer; `texts` are those of `joined`.
+    fn whole(joined: &'a Joined, texts: &'a Texts) -> Self {
+        let Texts { text, reasoning } = texts;
         let call = |call: &'a JoinedCall| CallBody::new(None, &call.id, &call.name, &call.arguments);
+        let tool_calls: Vec<_> = joined.calls().map(call).collect();
         Self {
             role: Some("assistant"),
             reasoning_content: (!reasoning.is_empty()).then_some(reasoning),
-            content: Some((calls.is_empty() || !text.is_empty()).then_some(text)),
-            tool_calls: calls.iter().map(call).collect(),
+            content: Some((tool_calls.is_empty() || !text.is_empty()).then_some(text)),
+            tool_calls,
         }
     }
 
@@ -180,97 +166,54 @@ impl From<Usage> for UsageBody {
 }
 
 impl Head {
-    /// `id` is the whole identifier, `created` Unix seconds.
-    pub(crate) fn new(endpoint: Endpoint, id: String, created: u64, model: String, shape: Shape) -> Self {
-        Self { endpoint, id, created, model, shape }
-    }
-
-    pub(crate) fn id(&self) -> &str {
-        &self.id
-    }
-
-    pub(crate) fn endpoint(&self) -> Endpoint {
-        self.endpoint
+    /// The form of the answer to `call`.
+    pub(super) fn new(endpoint: Endpoint, label: Label, call: &Call) -> Self {
+        let Label { serial, created, model } = label;
+        let prefix = match endpoint {
+            Endpoint::Chat => "chatcmpl",
+            Endpoint::Completions => "cmpl",
+        };
+        Self {
+            endpoint,
+            id: format!("{prefix}-{serial}"),
+            created,
+            model,
+            include_usage: call.include_usage,
+            logprobs: call.logprobs,
+            offsets: Vec::new(),
+        }
     }
 
     /// The value of `logprobs` for tokens that follow those counted in `offset`; null unless asked for.
-    pub(super) fn logprobs(&self, tokens: &[TextLogprobs], offset: &mut TextOffset) -> Option<LogprobsBody> {
-        match self.shape.logprobs {
+    fn logprobs(&self, tokens: &NewTokens, offset: &mut TextOffset) -> Option<LogprobsBody> {
+        match self.logprobs {
             LogprobsWish::None => None,
-            LogprobsWish::Top(top) => Some(LogprobsBody::new(self.endpoint, top, tokens, offset)),
+            LogprobsWish::Top(top) => Some(LogprobsBody::new(self.endpoint, top, &tokens.logprobs, offset)),
         }
     }
 
-    /// The whole answer.
-    pub(super) fn whole<'a>(&self, choices: &'a [WholeChoice], usage: Usage) -> String {
-        let usage = Some(Some(usage.into()));
-        let numbered = choices.iter().enumerate().map(|(i, choice)| {
-            let logprobs = self.logprobs(&choice.tokens, &mut TextOffset::default());
-            (i, choice, logprobs)
-        });
-        match self.endpoint {
-            Endpoint::Chat => {
-                let choice = |(index, choice, logprobs): (_, &'a WholeChoice, _)| ChatChoice {
-                    index,
-                    message: Some(Message::whole(&choice.joined)),
-                    delta: None,
-                    logprobs,
-                    finish_reason: Some(choice.end.finish),
-                    timing: choice.end.timing,
-                };
-                self.envelope("chat.completion", &numbered.map(choice).collect::<Vec<_>>(), usage)
-            }
-            Endpoint::Completions => {
-                let choices = numbered.map(|(index, choice, logprobs)| TextChoice {
-                    index,
-                    text: &choice.joined.text,
-                    logprobs,
-                    finish_reason: Some(choice.end.finish),
-                    timing: choice.end.timing,
-                });
-                self.envelope("text_completion", &choices.collect::<Vec<_>>(), usage)
-            }
+    /// [`Self::logprobs`] for the next tokens of a choice in a stream; null where there are none.
+    fn next_logprobs(&mut self, choice: usize, tokens: &NewTokens) -> Option<LogprobsBody> {
+        if tokens.logprobs.is_empty() {
+            return None;
         }
-    }
-
-    /// The chunk that opens a choice; chat only.
-    pub(super) fn role_chunk(&self, index: usize) -> Option<String> {
-        let delta = Message { role: Some("assistant"), content: Some(Some("")), ..Message::default() };
-        (self.endpoint == Endpoint::Chat).then(|| self.chat_chunk(index, delta, None, None))
-    }
-
-    /// A chunk with a part of the answer; completions have text only.
-    pub(super) fn part_chunk(&self, index: usize, part: &Part, logprobs: Option<LogprobsBody>) -> String {
-        match (self.endpoint, part) {
-            (Endpoint::Completions, Part::TextDelta(text)) => {
-                self.text_completion_chunk(index, text, None, logprobs)
-            }
-            _ => self.chat_chunk(index, Message::delta(part), None, logprobs),
+        if self.offsets.len() <= choice {
+            self.offsets.resize(choice + 1, TextOffset::default());
         }
-    }
-
-    /// The last chunk of a choice; it carries no text.
-    pub(super) fn finish_chunk(&self, index: usize, end: End, logprobs: Option<LogprobsBody>) -> String {
-        match self.endpoint {
-            Endpoint::Chat => self.chat_chunk(index, Message::default(), Some(end), logprobs),
-            Endpoint::Completions => self.text_completion_chunk(index, "", Some(end), logprobs),
-        }
-    }
-
-    /// The extra chunk with the token counts, if the client asked for it.
-    pub(super) fn usage_chunk(&self, usage: Usage) -> Option<String> {
-        let none: &[TextChoice<'_>] = &[];
-        self.shape.include_usage.then(|| self.envelope(self.chunk_object(), none, Some(Some(usage.into()))))
+        let mut offset = self.offsets[choice];
+        let logprobs = self.logprobs(tokens, &mut offset);
+        self.offsets[choice] = offset;
+        logprobs
     }
 
     fn chat_chunk(
         &self,
         index: usize,
         delta: Message<'_>,
-        end: Option<End>,
+        finish: Option<&Finish>,
         logprobs: Option<LogprobsBody>,
     ) -> String {
-        let (finish_reason, timing) = (end.map(|end| end.finish), end.and_then(|end| end.timing));
+        let (finish_reason, timing) = told_of(finish);
         let choice = ChatChoice { index, message: None, delta: Some(delta), logprobs, finish_reason, timing };
         self.envelope(self.chunk_object(), &[choice], self.no_usage_yet())
     }
@@ -279,10 +222,10 @@ impl Head {
         &self,
         index: usize,
         text: &str,
-        end: Option<End>,
+        finish: Option<&Finish>,
         logprobs: Option<LogprobsBody>,
     ) -> String {
-        let (finish_reason, timing) = (end.map(|end| end.finish), end.and_then(|end| end.timing));
+        let (finish_reason, timing) = told_of(finish);
         let choice = TextChoice { index, text, logprobs, finish_reason, timing };
         self.envelope(self.chunk_object(), &[choice], self.no_usage_yet())
     }
@@ -296,7 +239,7 @@ impl Head {
 
     /// Null in the other chunks when counts were asked for, absent otherwise.
     fn no_usage_yet(&self) -> Option<Option<UsageBody>> {
-        self.shape.include_usage.then_some(None)
+        self.include_usage.then_some(None)
     }
 
     fn envelope<C: Serialize>(
@@ -307,5 +250,89 @@ impl Head {
     ) -> String {
         let Self { id, created, model, .. } = self;
         to_json(&Envelope { id, object, created: *created, model, choices, usage })
+    }
+}
+
+/// What a chunk says about the end of its choice.
+fn told_of(finish: Option<&Finish>) -> (Option<&'static str>, Option<TimingBody>) {
+    (finish.map(Finish::as_openai), finish.and_then(|finish| finish.timing))
+}
+
+impl Form for Head {
+    fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// The chunk with the role; chat only.
+    fn open(&mut self, choice: usize, out: &mut Frames) {
+        if self.endpoint == Endpoint::Chat {
+            let delta = Message { role: Some("assistant"), content: Some(Some("")), ..Message::default() };
+            out.data(&self.chat_chunk(choice, delta, None, None));
+        }
+    }
+
+    /// Completions have text only.
+    fn part(&mut self, new: NewPart<'_>, out: &mut Frames) {
+        let NewPart { choice, part, tokens, usage: _ } = new;
+        let logprobs = self.next_logprobs(choice, &tokens);
+        out.data(&match (self.endpoint, part) {
+            (Endpoint::Completions, Part::TextDelta(text)) => {
+                self.text_completion_chunk(choice, text, None, logprobs)
+            }
+            _ => self.chat_chunk(choice, Message::delta(part), None, logprobs),
+        });
+    }
+
+    /// The last chunk of a choice; it carries no text.
+    fn finish(&mut self, choice: usize, finish: &Finish, rest: NewTokens, out: &mut Frames) {
+        let logprobs = self.next_logprobs(choice, &rest);
+        let finish = Some(finish);
+        out.data(&match self.endpoint {
+            Endpoint::Chat => self.chat_chunk(choice, Message::default(), finish, logprobs),
+            Endpoint::Completions => self.text_completion_chunk(choice, "", finish, logprobs),
+        });
+    }
+
+    /// The extra chunk with the token counts, if the client asked for it, and the end.
+    fn end(&mut self, usage: Usage, out: &mut Frames) {
+        if self.include_usage {
+            let none: &[TextChoice<'_>] = &[];
+            out.data(&self.envelope(self.chunk_object(), none, Some(Some(usage.into()))));
+        }
+        out.data("[DONE]");
+    }
+
+    fn whole(&mut self, choices: &[WholeChoice], usage: Usage) -> String {
+        let usage = Some(Some(usage.into()));
+        let logprobs = |choice: &WholeChoice| self.logprobs(&choice.tokens, &mut TextOffset::default());
+        let texts = |WholeChoice { joined, .. }: &WholeChoice| Texts {
+            text: joined.text(),
+            reasoning: joined.reasoning(),
+        };
+        let texts: Vec<Texts> = choices.iter().map(texts).collect();
+        let numbered = choices.iter().zip(&texts).enumerate();
+        match self.endpoint {
+            Endpoint::Chat => {
+                let choices = numbered.map(|(index, (choice, texts))| ChatChoice {
+                    index,
+                    message: Some(Message::whole(&choice.joined, texts)),
+                    delta: None,
+                    logprobs: logprobs(choice),
+                    finish_reason: Some(choice.finish.as_openai()),
+                    timing: choice.finish.timing,
+                });
+                self.envelope("chat.completion", &choices.collect::<Vec<_>>(), usage)
+            }
+            Endpoint::Completions => {
+                let choices = numbered.map(|(index, (choice, texts))| TextChoice {
+                    index,
+                    text: &texts.text,
+                    logprobs: logprobs(choice),
+                    finish_reason: Some(choice.finish.as_openai()),
+                    timing: choice.finish.timing,
+                });
+                self.envelope("text_completion", &choices.collect::<Vec<_>>(), usage)
+            }
+        }
     }
 }

@@ -11,7 +11,7 @@ use serde::ser::{Serialize, Serializer};
 /// The value of a choice's `logprobs`.
 #[derive(serde::Serialize)]
 #[serde(untagged)]
-pub(super) enum LogprobsBody {
+pub(crate) enum LogprobsBody {
     Chat(ChatLogprobs),
     Completions(CompletionsLogprobs),
 }

@@ -1,0 +1,41 @@
+//! The APIs that this server speaks, one module each: how a request reads, how an answer is written.
+//!
+//! **Invariant:** a dialect translates, it never decides. Every request becomes the same [`Call`] through the
+//! one validation in [`request`](crate::request), so a field has one range, one default and one meaning; when
+//! and in which order a client is told something is the machinery's in [`answer`](crate::answer). How errors
+//! are written goes by path ([`errors`](crate::errors)).
+//!
+//! A new dialect: a [`Dialect`] with its [`FieldTable`](crate::request::policy::FieldTable) and [`Names`], a
+//! [`Form`], and a route to [`generate`](crate::handlers::generate).
+
+mod openai;
+
+pub(crate) use openai::{Chat, Completions};
+
+use crate::ApiConfig;
+use crate::answer::{Form, Label};
+use crate::request::{Call, Names, policy::FieldPolicy};
+use lockstep_core::Refusal;
+use serde_json::{Map, Value};
+
+/// One API's way to ask for text at one endpoint.
+pub(crate) trait Dialect: 'static {
+    /// What its clients call the fields that OpenAI calls otherwise.
+    const NAMES: Names;
+
+    /// What of the request only the answer's form needs.
+    type Echo: Send;
+
+    /// Reads a request. Refusals may name fields as OpenAI does; `NAMES` is applied to them.
+    fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, Self::Echo), Refusal>;
+
+    /// How the answer to `call` is written. The requests of `call` are under way already.
+    fn form(label: Label, call: &Call, echo: Self::Echo) -> Box<dyn Form>;
+}
+
+/// What requests are read with.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reading<'a> {
+    pub(crate) config: &'a ApiConfig,
+    pub(crate) policy: &'a FieldPolicy,
+}

@@ -1,0 +1,52 @@
+//! OpenAI's `/v1/chat/completions` and `/v1/completions`: the dialect that validation is written in.
+//!
+//! Per choice of a stream: (chat) one chunk with the role, chunks with text, reasoning and tool calls as they
+//! are decided, one chunk with `finish_reason`. `data: [DONE]` comes last, but not behind an error, which has
+//! OpenAI's nested form.
+
+mod logprobs;
+mod shape;
+
+use super::{Dialect, Reading};
+use crate::answer::{Form, Label};
+use crate::request::policy::{CHAT_FIELDS, COMPLETIONS_FIELDS};
+use crate::request::{Call, Endpoint, Names, validate};
+use lockstep_core::Refusal;
+use serde_json::{Map, Value};
+use shape::Head;
+
+/// `POST /v1/chat/completions`
+#[derive(Debug)]
+pub(crate) enum Chat {}
+
+/// `POST /v1/completions`
+#[derive(Debug)]
+pub(crate) enum Completions {}
+
+impl Dialect for Chat {
+    const NAMES: Names = Names(&[]);
+    type Echo = ();
+
+    fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, ()), Refusal> {
+        reading.policy.check(&CHAT_FIELDS, &body, reading.config.strict_api)?;
+        Ok((validate(Endpoint::Chat, &body, reading.config)?, ()))
+    }
+
+    fn form(label: Label, call: &Call, (): ()) -> Box<dyn Form> {
+        Box::new(Head::new(Endpoint::Chat, label, call))
+    }
+}
+
+impl Dialect for Completions {
+    const NAMES: Names = Names(&[("messages", "prompt")]);
+    type Echo = ();
+
+    fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, ()), Refusal> {
+        reading.policy.check(&COMPLETIONS_FIELDS, &body, reading.config.strict_api)?;
+        Ok((validate(Endpoint::Completions, &body, reading.config)?, ()))
+    }
+
+    fn form(label: Label, call: &Call, (): ()) -> Box<dyn Form> {
+        Box::new(Head::new(Endpoint::Completions, label, call))
+    }
+}
