@@ -23,6 +23,11 @@ impl<'a> Fields<'a> {
         self.map.get(name).filter(|value| !value.is_null())
     }
 
+    /// The path of the fields of a field.
+    pub(crate) fn path_of(&self, name: &str) -> String {
+        format!("{}{name}.", self.path)
+    }
+
     /// A 400 that names the field.
     pub(crate) fn invalid(&self, name: &str, message: impl AsRef<str>) -> Refusal {
         let name = format!("{}{name}", self.path);

@@ -123,6 +123,7 @@ pub(crate) async fn root(State(app): State<Arc<App>>) -> Answer {
 const ENDPOINTS: &[&str] = &[
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/messages",
     "/v1/models",
     "/health",
     "/version",

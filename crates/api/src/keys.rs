@@ -1,6 +1,7 @@
 //! API keys: who may use the server.
 //!
-//! With keys, every request needs `Authorization: Bearer <key>`, except `/health` (for whoever restarts
+//! With keys, every request needs `Authorization: Bearer <key>` or, as Anthropic's clients send it,
+//! `x-api-key: <key>`, except `/health` (for whoever restarts
 //! the server) and `OPTIONS` (browsers ask without the key). A request without one costs a header read.
 
 use crate::respond::{Answer, refuse};
@@ -48,7 +49,8 @@ fn equal(known: &[u8], given: &[u8]) -> bool {
 /// The layer in front of every endpoint: passes a request on, or answers 401.
 pub(crate) async fn check(State(keys): State<Arc<ApiKeys>>, request: Request, next: Next) -> Answer {
     let is_free = keys.is_empty() || request.method() == Method::OPTIONS || request.uri().path() == "/health";
-    if is_free || bearer(request.headers()).is_some_and(|key| keys.contains(key)) {
+    let key = bearer(request.headers()).or_else(|| api_key(request.headers()));
+    if is_free || key.is_some_and(|key| keys.contains(key)) {
         return next.run(request).await;
     }
     unauthorized(request)
@@ -59,8 +61,16 @@ fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     scheme.eq_ignore_ascii_case(b"Bearer ").then(|| key.trim_ascii())
 }
 
+/// Anthropic's header.
+fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
+    headers.get("x-api-key").map(|key| key.as_bytes().trim_ascii())
+}
+
 fn unauthorized(request: Request<Body>) -> Answer {
-    let message = match request.headers().contains_key(header::AUTHORIZATION) {
+    let has_key = [header::AUTHORIZATION.as_str(), "x-api-key"]
+        .iter()
+        .any(|name| request.headers().contains_key(*name));
+    let message = match has_key {
         true => "this API key is not one of the server's; send Authorization: Bearer <key>",
         false => "this server needs an API key; send Authorization: Bearer <key>",
     };

@@ -2,7 +2,7 @@
 
 use crate::connection::{ClientListener, Connection};
 use crate::control::Phase;
-use crate::dialect::{Chat, Completions};
+use crate::dialect::{Chat, Completions, Messages};
 use crate::handlers::{self, App};
 use crate::request::policy::FieldPolicy;
 use crate::respond::{Answer, refuse};
@@ -122,6 +122,7 @@ fn routes(app: Arc<App>) -> Router {
         .route("/v1/models/{*id}", get(handlers::model))
         .route("/v1/chat/completions", post(handlers::generate::<Chat>))
         .route("/v1/completions", post(handlers::generate::<Completions>))
+        .route("/v1/messages", post(handlers::generate::<Messages>))
         .fallback(handlers::not_found)
         .method_not_allowed_fallback(handlers::method_not_allowed)
         .with_state(app)

@@ -8,8 +8,11 @@
 //! A new dialect: a [`Dialect`] with its [`FieldTable`](crate::request::policy::FieldTable) and [`Names`], a
 //! [`Form`], and a route to [`generate`](crate::handlers::generate).
 
+mod anthropic;
 mod openai;
+mod translation;
 
+pub(crate) use anthropic::Messages;
 pub(crate) use openai::{Chat, Completions};
 
 use crate::ApiConfig;

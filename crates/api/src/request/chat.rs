@@ -51,6 +51,9 @@ fn template_kwargs(fields: &Fields<'_>) -> Result<Map<String, Value>, Refusal> {
     if let Some(name) = fields.string("chat_template")? {
         kwargs.insert("chat_template".into(), name.into());
     }
+    if let Some(effort) = fields.string("reasoning_effort")? {
+        reasoning_effort(effort, &mut kwargs);
+    }
     if let Some(documents) = fields.list("documents")?.filter(|list| !list.is_empty()) {
         if let Some(other) = documents.iter().find(|document| !document.is_object()) {
             return Err(fields.invalid("documents", format!("must hold objects only, got {}", kind(other))));
@@ -65,6 +68,17 @@ fn template_kwargs(fields: &Fields<'_>) -> Result<Map<String, Value>, Refusal> {
         kwargs.insert("continue_final_message".into(), true.into());
     }
     Ok(kwargs)
+}
+
+/// How much the model is to reason: a variable of the templates that know it. Where a template only has a
+/// switch, `none` turns it off.
+fn reasoning_effort(effort: &str, kwargs: &mut Map<String, Value>) {
+    kwargs.entry("reasoning_effort").or_insert(effort.into());
+    if effort == "none" {
+        for switch in ["enable_thinking", "thinking"] {
+            kwargs.entry(switch).or_insert(false.into());
+        }
+    }
 }
 
 fn message(index: usize, item: &Value) -> Result<Value, Refusal> {

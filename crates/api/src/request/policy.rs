@@ -78,6 +78,7 @@ const CHAT: &[&str] = &[
     "continue_final_message",
     "chat_template",
     "chat_template_kwargs",
+    "reasoning_effort",
     "documents",
     "tools",
     "tool_choice",

@@ -1,0 +1,80 @@
+//! Anthropic's `POST /v1/messages`.
+//!
+//! Translated into a chat request; see `docs/api.md`, "Anthropic", for what has no counterpart. The answer's
+//! content blocks are the sections of the model's text in the order in which it wrote them: thinking, text,
+//! tool calls.
+
+mod content;
+mod form;
+mod request;
+
+use super::{Dialect, Reading};
+use crate::answer::{Form, Label};
+use crate::request::policy::{ENGINE, FieldTable, Neutral};
+use crate::request::{Call, Endpoint, Names, validate};
+use form::Message;
+use lockstep_core::Refusal;
+use serde_json::{Map, Value};
+
+/// `POST /v1/messages`
+#[derive(Debug)]
+pub(crate) enum Messages {}
+
+const FIELDS: FieldTable = FieldTable {
+    read: &[
+        &[
+            "model",
+            "messages",
+            "max_tokens",
+            "system",
+            "stop_sequences",
+            "stream",
+            "temperature",
+            "top_p",
+            "tools",
+            "tool_choice",
+            "thinking",
+            "output_config",
+            "chat_template",
+            "chat_template_kwargs",
+        ],
+        ENGINE,
+    ],
+    without_effect: &["metadata", "service_tier", "cache_control", "inference_geo"],
+    unsupported: &[
+        ("container", Neutral::Nothing),
+        ("context_management", Neutral::Empty),
+        ("mcp_servers", Neutral::Empty),
+        ("output_format", Neutral::Nothing),
+        ("speed", Neutral::Text(&["standard"])),
+        ("n", Neutral::Number(1.0)),
+        ("stop", Neutral::Empty),
+        ("logprobs", Neutral::Bool(false)),
+        ("response_format", Neutral::Nothing),
+    ],
+};
+
+impl Dialect for Messages {
+    const NAMES: Names = Names(&[
+        ("stop", "stop_sequences"),
+        ("tools[].function.parameters", "tools[].input_schema"),
+        ("tools[].function", "tools[]"),
+        ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+        ("continue_final_message", "messages"),
+        ("response_format.json_schema", "output_config.format"),
+        ("response_format", "output_config.format"),
+        ("reasoning_effort", "output_config.effort"),
+    ]);
+    type Echo = ();
+
+    fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, ()), Refusal> {
+        let config = reading.config;
+        reading.policy.check(&FIELDS, &body, config.strict_api)?;
+        let translated = request::translate(&body, config, request::Length::Required)?;
+        Ok((validate(Endpoint::Chat, &translated, config)?, ()))
+    }
+
+    fn form(label: Label, _call: &Call, (): ()) -> Box<dyn Form> {
+        Box::new(Message::new(label))
+    }
+}
