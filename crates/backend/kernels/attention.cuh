@@ -11,7 +11,10 @@ struct Heads {
   u32 window;
 };
 
-constexpr float LOG2E = 1.4426950408889634f;
+// A token of the step: its row in qkv and out, its position, where its page table starts, the first
+// position of its request that this step writes.
+struct Token { u32 row, position, first_page, fresh; };
+
 // The maximum before anything was seen; below every score.
 constexpr float NOTHING = -1e30f;
 

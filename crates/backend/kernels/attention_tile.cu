@@ -10,22 +10,6 @@ struct Tile { u32 row, count, position, first_page; };
 
 constexpr int KEYS = 64;
 
-__device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
-#if ELEM == 1
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-#else
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-#endif
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void load_matrices(u32* r, const elem* p) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)));
-}
-__device__ __forceinline__ void load_matrices_turned(u32* r, const elem* p) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)));
-}
-
 __device__ __forceinline__ void attend(const elem* qkv, const elem* k_cache, const elem* v_cache, const Tile* tiles, const u32* all_pages, elem* out, const Heads& h) {
   constexpr int STRIDE = DIM + 8;  // rows of shared memory start in different banks
   extern __shared__ uint4 memory[];

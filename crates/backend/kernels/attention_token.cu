@@ -6,13 +6,12 @@
 // The block that finishes a token's last split joins the splits. DIM is 64, 128 or 256, the first that
 // holds a head.
 
-// A token of the step: its row in qkv and out, its position, where its page table starts.
-struct Token { u32 row, position, first_page; };
-
 constexpr int WARPS = 4, AT_ONCE = 4;
+// Positions of a split are a multiple of this.
+constexpr u32 STEP_OF_SPLITS = 64;
 
 template <int LANES, int GROUP>
-__device__ __forceinline__ void attention_token(const elem* qkv, const elem* k_cache, const elem* v_cache, const Token* tokens, const u32* all_pages, elem* out, float* partial, float2* partial_ml, u32* finished, const Heads& h, u32 per_split) {
+__device__ __forceinline__ void attention_token(const elem* qkv, const elem* k_cache, const elem* v_cache, const Token* tokens, const u32* all_pages, elem* out, float* partial, float2* partial_ml, u32* finished, const Heads& h) {
   constexpr int SUBGROUPS = 32 / LANES, STEP = SUBGROUPS * AT_ONCE;
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, sub = lane / LANES, column = (lane % LANES) * 8;
   __shared__ float sums[WARPS][GROUP][LANES * 8];
@@ -25,6 +24,7 @@ __device__ __forceinline__ void attention_token(const elem* qkv, const elem* k_c
   const u32 kv_head = blockIdx.y / chunks, first_head = (blockIdx.y % chunks) * GROUP;
   const u32 head0 = kv_head * group + first_head, head_count = min((u32)GROUP, group - first_head);
   const u32 begin = first_visible(h, token.position), end = token.position + 1;
+  const u32 per_split = ((end - begin + gridDim.x - 1) / gridDim.x + STEP_OF_SPLITS - 1) / STEP_OF_SPLITS * STEP_OF_SPLITS;
   const u32 from = begin + blockIdx.x * per_split, to = min(end, from + per_split), splits = (end - begin + per_split - 1) / per_split;
   if (from >= end) return;
   const u32* pages = all_pages + token.first_page;
@@ -159,8 +159,8 @@ __device__ __forceinline__ void attention_token(const elem* qkv, const elem* k_c
 }
 
 #define ATTENTION_TOKEN(LANES, GROUP, NAME)                                                                 \
-  extern "C" __global__ void __launch_bounds__(128) NAME(const elem* qkv, const elem* k, const elem* v, const Token* tokens, const u32* pages, elem* out, float* partial, float2* partial_ml, u32* finished, Heads h, u32 per_split) { \
-    attention_token<LANES, GROUP>(qkv, k, v, tokens, pages, out, partial, partial_ml, finished, h, per_split); }
+  extern "C" __global__ void __launch_bounds__(128) NAME(const elem* qkv, const elem* k, const elem* v, const Token* tokens, const u32* pages, elem* out, float* partial, float2* partial_ml, u32* finished, Heads h) { \
+    attention_token<LANES, GROUP>(qkv, k, v, tokens, pages, out, partial, partial_ml, finished, h); }
 ATTENTION_TOKEN(DIM / 8, 1, attention_token_1)
 ATTENTION_TOKEN(DIM / 8, 2, attention_token_2)
 ATTENTION_TOKEN(DIM / 8, 4, attention_token_4)

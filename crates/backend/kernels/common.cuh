@@ -105,6 +105,14 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+constexpr float LOG2E = 1.4426950408889634f;
+// 2^x in one instruction; 0 far below.
+__device__ __forceinline__ float power2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);

@@ -1,9 +1,13 @@
 //! The paged KV pool on the device, and attention over it.
 //!
-//! A step's tokens are dealt to two kernels: rows of a few tokens go token by token, long contexts cut
-//! into splits so that every multiprocessor has work; longer rows go in tiles of 64 tokens on tensor cores
-//! (16-bit types). Which kernel a token takes depends on how many its row has, so a result may differ in its
-//! last bits with the chunking; `docs/architecture.md`, "Numbers".
+//! A step's tokens are dealt to two kernels: rows of a few tokens go token by token, contexts cut so that
+//! every multiprocessor has the same work; longer rows go in tiles of 64 tokens (16-bit types). Which
+//! kernel a token takes depends on how many its row has, and where a context is cut on what else is in the
+//! step, so a result may differ in its last bits; `docs/architecture.md`, "Numbers".
+//!
+//! **Invariant:** the launches of a step whose rows have one token each depend on how many there are, not on
+//! their contexts, and every address in them stays while the lists have room: a captured step can be
+//! replayed for longer contexts.
 
 use super::compile::Source;
 use super::driver::{Address, Device};
@@ -20,12 +24,21 @@ const HEAD_DIM_MAX: usize = 256;
 const GROUPS: [usize; 4] = [1, 2, 4, 8];
 /// Tokens of a tile.
 const TILE: usize = 64;
-/// Positions of a split: at least this many, and a multiple of it.
-const SPLIT_STEP: usize = 64;
 /// Rows of fewer tokens go token by token.
 const TILE_TOKENS_MIN: usize = 8;
-/// Blocks per multiprocessor that splitting aims at.
+/// Blocks per multiprocessor that splitting aims at, in f32 mode.
 const BLOCKS_PER_SM: usize = 4;
+/// Query heads of one KV head that a block of the decode kernel takes together.
+const DECODE_ROWS: [usize; 3] = [4, 8, 16];
+/// Units (tokens times KV heads) per multiprocessor from which a third block helps more than it cuts.
+const DECODE_UNITS_MANY: usize = 6;
+/// Tokens that one launch of it takes, and its warps and their positions.
+const DECODE_TOKENS_MAX: usize = 512;
+const DECODE_WARPS: usize = 4;
+const DECODE_KEYS: usize = 16;
+/// Words of `Token` and of `Tile` in the kernels' sources.
+const TOKEN_WORDS: usize = 4;
+const TILE_WORDS: usize = 4;
 /// Positions of shared memory that a tile holds at once, and padding of its rows in elements.
 const TILE_KEYS: usize = 64;
 const TILE_PADDING: usize = 8;
@@ -40,12 +53,17 @@ pub struct CudaKvCache {
 
 /// The kernels for one head size.
 struct AttentionKernels {
-    /// By [`GROUPS`].
-    token: Vec<Kernel>,
+    token: TokenKernels,
     /// `None` in f32 mode.
     tile: Option<Kernel>,
-    /// Room of a head in the splits' results.
-    dim: usize,
+}
+
+/// The kernels that take tokens one by one.
+enum TokenKernels {
+    /// f32, by [`GROUPS`].
+    Exact(Vec<Kernel>),
+    /// 16-bit types, by [`DECODE_ROWS`]; how many blocks a multiprocessor holds.
+    Decode(Vec<(Kernel, usize)>),
 }
 
 impl AttentionKernels {
@@ -57,29 +75,74 @@ impl AttentionKernels {
         } else {
             256
         };
-        let names = ["attention_token_1", "attention_token_2", "attention_token_4", "attention_token_8"];
-        let module = Source::AttentionToken(dim).load(device, dtype)?;
-        let usable = if dim == HEAD_DIM_MAX { &names[..3] } else { &names };
-        let token = usable.iter().map(|name| module.kernel(name, 0)).collect::<Result<Vec<_>>>()?;
-        let tile = match dtype {
-            DType::F32 => None,
-            DType::Bf16 | DType::F16 => {
-                let shared = 2 * TILE_KEYS * (dim + TILE_PADDING) * dtype.size_bytes();
-                Some(
-                    Source::AttentionTile(dim)
-                        .load(device, dtype)?
-                        .kernel("attention_tile", shared as u32)?,
-                )
-            }
+        if dtype == DType::F32 {
+            let names = ["attention_token_1", "attention_token_2", "attention_token_4", "attention_token_8"];
+            let module = Source::AttentionToken(dim).load(device, dtype)?;
+            let usable = if dim == HEAD_DIM_MAX { &names[..3] } else { &names };
+            let token = usable.iter().map(|name| module.kernel(name, 0)).collect::<Result<_>>()?;
+            return Ok(Self { token: TokenKernels::Exact(token), tile: None });
+        }
+        let shared = 2 * TILE_KEYS * (dim + TILE_PADDING) * dtype.size_bytes();
+        let tile = Source::AttentionTile(dim).load(device, dtype)?.kernel("attention_tile", shared as u32)?;
+        let names = ["attention_decode_4", "attention_decode_8", "attention_decode_16"];
+        let module = Source::AttentionDecode(dim).load(device, dtype)?;
+        let usable = if dim == HEAD_DIM_MAX { &names[..2] } else { &names };
+        let plan = DecodePlan::new(&device.architecture(), dim);
+        let kernels = usable.iter().zip(DECODE_ROWS).map(|(name, rows)| {
+            Ok((module.kernel(name, plan.shared_bytes(rows) as u32)?, plan.resident(rows)))
+        });
+        Ok(Self { token: TokenKernels::Decode(kernels.collect::<Result<_>>()?), tile: Some(tile) })
+    }
+}
+
+/// The first of `sizes` that holds `group`, else the last; its index and itself.
+fn fitting(sizes: &[usize], group: usize) -> (usize, usize) {
+    let index = sizes.iter().position(|size| *size >= group).unwrap_or(sizes.len() - 1);
+    (index, sizes[index])
+}
+
+/// How the decode kernel uses the shared memory of an architecture.
+pub(super) struct DecodePlan {
+    dim: usize,
+    /// Places of a warp's ring.
+    pub stages: usize,
+    /// Shared memory of a multiprocessor.
+    shared_bytes: usize,
+}
+
+impl DecodePlan {
+    /// For heads of up to `dim` elements on `architecture`, in NVRTC's name.
+    pub fn new(architecture: &str, dim: usize) -> Self {
+        let kib = match architecture.trim_end_matches('a') {
+            "sm_90" | "sm_100" | "sm_103" => 228,
+            "sm_80" | "sm_87" => 164,
+            // The least that any other has.
+            _ => 100,
         };
-        Ok(Self { token, tile, dim })
+        let stages = match dim {
+            64 => 3,
+            128 => 2,
+            _ => (kib / 75).max(1),
+        };
+        Self { dim, stages, shared_bytes: kib << 10 }
     }
 
-    /// The kernel for `group` query heads a KV head, and how many of them a block takes.
-    fn for_group(&self, group: usize) -> (&Kernel, usize) {
-        let last = self.token.len() - 1;
-        let index = GROUPS[..last].iter().position(|g| *g >= group).unwrap_or(last);
-        (&self.token[index], GROUPS[index])
+    /// Dynamic shared memory of a block: the rings of K and V, and as many places for queries.
+    fn shared_bytes(&self, rows: usize) -> usize {
+        let ring = DECODE_WARPS * DECODE_KEYS * 2 * self.dim;
+        self.stages * (ring + rows * (self.dim + TILE_PADDING)) * size_of::<u16>()
+    }
+
+    /// Blocks of a multiprocessor at once.
+    fn resident(&self, rows: usize) -> usize {
+        let by_registers = match self.dim {
+            64 => 4,
+            128 => 3,
+            _ => 1,
+        };
+        // What the kernel declares itself, and what the system takes.
+        let block = self.shared_bytes(rows) + 3072 + 1024;
+        (self.shared_bytes / block).clamp(1, by_registers)
     }
 }
 
@@ -149,12 +212,10 @@ pub(super) struct AttentionStep {
     device: Rc<Device>,
     /// The step that the lists below are for.
     rows: Vec<AttentionRow>,
-    /// `Token` of `attention_token.cu`, 3 words each.
+    /// `Token` of `attention.cuh`.
     tokens: Vec<u32>,
-    /// `Tile` of `attention_tile.cu`, 4 words each.
+    /// `Tile` of `attention_tile.cu`.
     tiles: Vec<u32>,
-    /// Positions that the token with the most of them sees, without a window.
-    context_max: usize,
     token_list: List<u32>,
     tile_list: List<u32>,
     page_list: List<PageId>,
@@ -166,20 +227,20 @@ pub(super) struct AttentionStep {
 
 impl AttentionStep {
     pub(super) fn new(device: &Rc<Device>) -> Result<Self> {
-        // Splitting stops at BLOCKS_PER_SM blocks, rounded up once.
+        // Splitting stops at BLOCKS_PER_SM blocks, rounded up once, of up to 8 heads of 256 elements. Of the
+        // decode kernel, up to 4 blocks leave two parts of up to 16 heads each, but of smaller heads.
         let blocks = 2 * BLOCKS_PER_SM * device.sm_count;
-        let heads = blocks * GROUPS[GROUPS.len() - 1];
+        let heads = blocks * DECODE_ROWS[DECODE_ROWS.len() - 1];
         let room = |bytes| Buffer::zeroed(device, bytes, "the splits of attention");
         Ok(Self {
             device: Rc::clone(device),
             rows: Vec::new(),
             tokens: Vec::new(),
             tiles: Vec::new(),
-            context_max: 0,
             token_list: List::default(),
             tile_list: List::default(),
             page_list: List::default(),
-            partial: room(heads * HEAD_DIM_MAX * size_of::<f32>())?,
+            partial: room(heads / 2 * HEAD_DIM_MAX * size_of::<f32>())?,
             partial_ml: room(heads * 2 * size_of::<f32>())?,
             finished: room(blocks * size_of::<u32>())?,
         })
@@ -193,8 +254,6 @@ impl AttentionStep {
         self.rows.clear();
         self.rows.extend_from_slice(batch.rows);
         deal(batch.rows, tiled, &mut self.tokens, &mut self.tiles);
-        let alone = self.tokens.as_chunks::<3>().0;
-        self.context_max = alone.iter().map(|token| token[1] as usize + 1).max().unwrap_or(0);
     }
 
     /// Queues attention of all tokens of a step. Panics when tensors or pool are of another shape.
@@ -221,7 +280,7 @@ impl AttentionStep {
         let heads = head_words(args, cache.layout.page_size);
         if let Some(kernel) = cache.kernels.tile.as_ref().filter(|_| !self.tiles.is_empty()) {
             let tiles = self.tile_list.set(&device, staging, &self.tiles)?;
-            let grid = Grid { blocks: [self.tiles.len() / 4, shape.local_heads, 1], threads: 128 };
+            let grid = Grid { blocks: [self.tiles.len() / TILE_WORDS, shape.local_heads, 1], threads: 128 };
             let list = [q, k, v, tiles, pages, to];
             let args = list.into_iter().fold(Args::default(), Args::address).words(&heads);
             // SAFETY: tokens lie inside the tensors by the checks of `rows`; pages are the scheduler's.
@@ -231,30 +290,52 @@ impl AttentionStep {
             return Ok(());
         }
         let tokens = self.token_list.set(&device, staging, &self.tokens)?;
-        let count = self.tokens.len() / 3;
-        let (kernel, group) = cache.kernels.for_group(shape.local_heads / shape.local_kv_heads);
-        let chunks = (shape.local_heads / shape.local_kv_heads).div_ceil(group);
-        let units = shape.local_kv_heads * chunks;
-        let visible = args.window.map_or(self.context_max, |window| window.min(self.context_max));
-        let per_split = positions_per_split(visible, count * units, device.sm_count);
-        let grid = Grid { blocks: [visible.div_ceil(per_split), units, count], threads: 128 };
-        let list = [
-            q,
-            k,
-            v,
-            tokens,
-            pages,
-            to,
-            self.partial.address(),
-            self.partial_ml.address(),
-            self.finished.address(),
-        ];
-        let args = list.into_iter().fold(Args::default(), Args::address).words(&heads).int(per_split);
-        debug_assert!(cache.kernels.dim <= HEAD_DIM_MAX, "a head's room in the splits");
-        // SAFETY: as above; splits need room for `units * count * splits` results of up to 8 heads, which
-        // `positions_per_split` keeps below what was allocated.
-        unsafe { kernel.launch(grid, args) };
+        let places = [q, k, v, tokens, pages, to];
+        match &cache.kernels.token {
+            TokenKernels::Exact(kernels) => self.launch_exact(kernels, shape, places, &heads),
+            TokenKernels::Decode(kernels) => self.launch_decode(kernels, shape, places, &heads),
+        }
         Ok(())
+    }
+
+    /// `places` as the kernels take them, and the room for parts.
+    fn arguments(&self, places: [Address; 6]) -> Args {
+        let parts = [self.partial.address(), self.partial_ml.address(), self.finished.address()];
+        places.into_iter().chain(parts).fold(Args::default(), Args::address)
+    }
+
+    fn launch_exact(&self, kernels: &[Kernel], shape: &QkvShape, places: [Address; 6], heads: &[u32]) {
+        let count = self.tokens.len() / TOKEN_WORDS;
+        let group = shape.local_heads / shape.local_kv_heads;
+        let (index, together) = fitting(&GROUPS[..kernels.len()], group);
+        let units = shape.local_kv_heads * group.div_ceil(together);
+        let grid = Grid { blocks: [splits(count * units, self.device.sm_count), units, count], threads: 128 };
+        // SAFETY: tokens lie inside the tensors by the checks of `rows`; pages are the scheduler's; `splits`
+        // keeps the parts of up to 8 heads below what was allocated.
+        unsafe { kernels[index].launch(grid, self.arguments(places).words(heads)) };
+    }
+
+    fn launch_decode(
+        &self,
+        kernels: &[(Kernel, usize)],
+        shape: &QkvShape,
+        places: [Address; 6],
+        heads: &[u32],
+    ) {
+        let (index, _) = fitting(&DECODE_ROWS[..kernels.len()], shape.local_heads / shape.local_kv_heads);
+        let (kernel, resident) = &kernels[index];
+        let (count, sm_count) = (self.tokens.len() / TOKEN_WORDS, self.device.sm_count);
+        let is_many = count * shape.local_kv_heads >= DECODE_UNITS_MANY * sm_count;
+        let blocks = sm_count * if *resident == 3 && !is_many { 2 } else { *resident };
+        for first in (0..count).step_by(DECODE_TOKENS_MAX) {
+            let [q, k, v, tokens, pages, to] = places;
+            let tokens = tokens + (first * TOKEN_WORDS * size_of::<u32>()) as u64;
+            let args = self.arguments([q, k, v, tokens, pages, to]).words(heads);
+            let args = args.int((count - first).min(DECODE_TOKENS_MAX));
+            let grid = Grid { blocks: [blocks, 1, 1], threads: 32 * DECODE_WARPS };
+            // SAFETY: as above; two parts of a block fit the room for them.
+            unsafe { kernel.launch(grid, args) };
+        }
     }
 }
 
@@ -280,7 +361,8 @@ fn deal(rows: &[AttentionRow], tiled: bool, tokens: &mut Vec<u32>, tiles: &mut V
     for row in rows {
         if !tiled || (row.token_count as usize) < TILE_TOKENS_MIN {
             for i in 0..row.token_count {
-                tokens.extend([row.first_token + i, row.start_position + i, row.first_page]);
+                let position = row.start_position + i;
+                tokens.extend([row.first_token + i, position, row.first_page, row.start_position]);
             }
             continue;
         }
@@ -291,10 +373,9 @@ fn deal(rows: &[AttentionRow], tiled: bool, tokens: &mut Vec<u32>, tiles: &mut V
     }
 }
 
-/// Positions of one split, so that `units` (tokens times heads) give every multiprocessor work.
-fn positions_per_split(visible: usize, units: usize, sm_count: usize) -> usize {
-    let wanted = (BLOCKS_PER_SM * sm_count / units.max(1)).max(1);
-    visible.div_ceil(wanted).next_multiple_of(SPLIT_STEP).max(SPLIT_STEP)
+/// Parts that each of `units` (tokens times heads) is cut into, so that every multiprocessor has work.
+fn splits(units: usize, sm_count: usize) -> usize {
+    (BLOCKS_PER_SM * sm_count).div_ceil(units.max(1))
 }
 
 #[cfg(test)]
@@ -312,8 +393,8 @@ mod tests {
         for tiled in [true, false] {
             deal(&rows, tiled, &mut tokens, &mut tiles);
             let mut seen = [0; 146];
-            tokens.as_chunks::<3>().0.iter().for_each(|t| seen[t[0] as usize] += 1);
-            for tile in tiles.as_chunks::<4>().0 {
+            tokens.as_chunks::<TOKEN_WORDS>().0.iter().for_each(|t| seen[t[0] as usize] += 1);
+            for tile in tiles.as_chunks::<TILE_WORDS>().0 {
                 assert!(tile[1] <= TILE as u32);
                 (tile[0]..tile[0] + tile[1]).for_each(|t| seen[t as usize] += 1);
             }
@@ -321,21 +402,40 @@ mod tests {
             assert_eq!(tiles.is_empty(), !tiled);
         }
         deal(&rows, true, &mut tokens, &mut tiles);
-        assert_eq!(tiles.as_chunks::<4>().0[1], [65, 64, 128, 10]);
-        assert_eq!(tokens.as_chunks::<3>().0[1], [131, 0, 1310]);
+        assert_eq!(tiles.as_chunks::<TILE_WORDS>().0[1], [65, 64, 128, 10]);
+        assert_eq!(tokens.as_chunks::<TOKEN_WORDS>().0[1..3], [[131, 0, 1310, 0], [132, 1, 1310, 0]]);
     }
 
     #[test]
-    fn splits_fit_their_room() {
+    fn parts_fit_their_room() {
         for sm_count in [1, 16, 132] {
-            for units in (1..3000).step_by(7) {
-                for visible in [1, 63, 64, 65, 1000, 40_000, 131_072] {
-                    let per_split = positions_per_split(visible, units, sm_count);
-                    let splits = visible.div_ceil(per_split);
-                    assert!(per_split.is_multiple_of(SPLIT_STEP) && splits >= 1);
-                    assert!(splits == 1 || splits * units <= 2 * BLOCKS_PER_SM * sm_count);
+            let blocks = 2 * BLOCKS_PER_SM * sm_count;
+            for units in 1..3000 {
+                let splits = splits(units, sm_count);
+                assert!(splits == 1 || splits * units <= blocks);
+            }
+            for dim in [64, 128, 256] {
+                for architecture in ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"] {
+                    let plan = DecodePlan::new(architecture, dim);
+                    for rows in DECODE_ROWS.into_iter().filter(|rows| rows * dim < 16 * HEAD_DIM_MAX) {
+                        let parts = 2 * plan.resident(rows) * sm_count * rows;
+                        assert!(parts <= blocks * 16 && parts * dim <= blocks * 8 * HEAD_DIM_MAX);
+                        // A block may have 1 KiB less than a multiprocessor.
+                        assert!(plan.shared_bytes(rows) + 3072 <= plan.shared_bytes - 1024);
+                    }
                 }
             }
+            let resident = |dim, rows| DecodePlan::new("sm_90a", dim).resident(rows);
+            assert_eq!(
+                [resident(64, 4), resident(128, 8), resident(128, 16), resident(256, 4)],
+                [4, 3, 2, 1]
+            );
         }
+    }
+
+    #[test]
+    fn groups_take_the_smallest_kernel_that_holds_them() {
+        assert_eq!([1, 4, 5, 16, 40].map(|group| fitting(&DECODE_ROWS, group).1), [4, 4, 8, 16, 16]);
+        assert_eq!([1, 3, 9].map(|group| fitting(&GROUPS[..3], group)), [(0, 1), (2, 4), (2, 4)]);
     }
 }

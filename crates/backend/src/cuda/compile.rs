@@ -4,6 +4,7 @@
 //! old code; files appear whole, by a rename, so that ranks may race. **Invariant:** sources include
 //! nothing, so the compiler library alone is enough.
 
+use super::attention::DecodePlan;
 use super::driver::Device;
 use super::launch::Module;
 use crate::{BackendError, Result};
@@ -30,6 +31,8 @@ pub(super) enum Source {
     Moe,
     /// `attention_token.cu` for heads of at most so many elements.
     AttentionToken(usize),
+    /// `attention_decode.cu` likewise.
+    AttentionDecode(usize),
     /// `attention_tile.cu` likewise.
     AttentionTile(usize),
 }
@@ -44,6 +47,7 @@ impl Source {
             Self::Gemv => "gemv".into(),
             Self::Moe => "moe".into(),
             Self::AttentionToken(dim) => format!("attention_token_{dim}"),
+            Self::AttentionDecode(dim) => format!("attention_decode_{dim}"),
             Self::AttentionTile(dim) => format!("attention_tile_{dim}"),
         }
     }
@@ -51,6 +55,7 @@ impl Source {
     /// Everything that is compiled.
     fn text(self) -> String {
         let attention = include_str!("../../kernels/attention.cuh");
+        let mma = include_str!("../../kernels/mma.cuh");
         let parts: &[&str] = match self {
             Self::Pointwise => &[include_str!("../../kernels/pointwise.cu")],
             Self::Norm => &[include_str!("../../kernels/norm.cu")],
@@ -58,7 +63,8 @@ impl Source {
             Self::Gemv => &[include_str!("../../kernels/gemv.cu")],
             Self::Moe => &[include_str!("../../kernels/moe.cu")],
             Self::AttentionToken(_) => &[attention, include_str!("../../kernels/attention_token.cu")],
-            Self::AttentionTile(_) => &[attention, include_str!("../../kernels/attention_tile.cu")],
+            Self::AttentionDecode(_) => &[attention, mma, include_str!("../../kernels/attention_decode.cu")],
+            Self::AttentionTile(_) => &[attention, mma, include_str!("../../kernels/attention_tile.cu")],
         };
         format!("{}{}", include_str!("../../kernels/common.cuh"), parts.concat())
     }
@@ -75,8 +81,11 @@ impl Source {
             "-default-device".into(),
             format!("-DELEM={element}"),
         ];
-        if let Self::AttentionToken(dim) | Self::AttentionTile(dim) = self {
+        if let Self::AttentionToken(dim) | Self::AttentionDecode(dim) | Self::AttentionTile(dim) = self {
             options.push(format!("-DDIM={dim}"));
+        }
+        if let Self::AttentionDecode(dim) = self {
+            options.push(format!("-DSTAGES={}", DecodePlan::new(architecture, dim).stages));
         }
         options
     }
@@ -197,7 +206,7 @@ fn check(code: c_int, name: &str, problem: &str) -> Result<()> {
 mod tests {
     use super::*;
 
-    const ALL: [Source; 11] = [
+    const ALL: [Source; 14] = [
         Source::Pointwise,
         Source::Norm,
         Source::Rope,
@@ -206,6 +215,9 @@ mod tests {
         Source::AttentionToken(64),
         Source::AttentionToken(128),
         Source::AttentionToken(256),
+        Source::AttentionDecode(64),
+        Source::AttentionDecode(128),
+        Source::AttentionDecode(256),
         Source::AttentionTile(64),
         Source::AttentionTile(128),
         Source::AttentionTile(256),
@@ -225,6 +237,10 @@ mod tests {
                 Self::AttentionToken(256) => &["attention_token_1", "attention_token_2", "attention_token_4"],
                 Self::AttentionToken(_) => {
                     &["attention_token_1", "attention_token_2", "attention_token_4", "attention_token_8"]
+                }
+                Self::AttentionDecode(256) => &["attention_decode_4", "attention_decode_8"],
+                Self::AttentionDecode(_) => {
+                    &["attention_decode_4", "attention_decode_8", "attention_decode_16"]
                 }
                 Self::AttentionTile(_) => &["attention_tile"],
             }
@@ -284,13 +300,15 @@ mod tests {
     }
 
     /// The types to compile for. On all but the measured architecture one type and one head size are
-    /// enough; tiles have no f32.
+    /// enough; the kernels that take tokens one by one differ for f32, and tiles have no f32.
     fn types(architecture: &str, source: Source) -> &'static [DType] {
         match (architecture, source) {
-            ("sm_90a", Source::AttentionTile(_)) => &[DType::Bf16, DType::F16],
-            ("sm_90a", Source::AttentionToken(dim)) if dim != 128 => &[DType::Bf16],
+            ("sm_90a", Source::AttentionToken(_)) => &[DType::F32],
+            ("sm_90a", Source::AttentionDecode(_) | Source::AttentionTile(_)) => &[DType::Bf16, DType::F16],
             ("sm_90a", _) => &[DType::F32, DType::Bf16, DType::F16],
-            (_, Source::AttentionToken(dim) | Source::AttentionTile(dim)) if dim != 128 => &[],
+            (_, Source::AttentionToken(128)) => &[DType::F32],
+            (_, Source::AttentionDecode(128) | Source::AttentionTile(128)) => &[DType::Bf16],
+            (_, Source::AttentionToken(_) | Source::AttentionDecode(_) | Source::AttentionTile(_)) => &[],
             _ => &[DType::Bf16],
         }
     }
