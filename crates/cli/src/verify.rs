@@ -27,6 +27,8 @@ const SENTENCE: &str = "A rank that waits for another must say for which one, an
 const REPEATS: usize = 12;
 /// Length of made-up prompts for a model without a tokenizer.
 const MADE_UP: [usize; 4] = [1, 7, 40, 200];
+/// Longest answer: the logits of all its positions are held, twice.
+const TOKENS_MAX: usize = 512;
 /// Most threads that a rank may have.
 const THREADS_MAX: usize = 1024;
 
@@ -115,8 +117,8 @@ fn devices(flags: &VerifyFlags, dtype: Option<DType>) -> anyhow::Result<Vec<Devi
 }
 
 fn check(flags: &VerifyFlags) -> anyhow::Result<()> {
-    if !(1..=4096).contains(&flags.tokens) {
-        anyhow::bail!("--tokens {} is outside 1 to 4096", flags.tokens);
+    if !(1..=TOKENS_MAX).contains(&flags.tokens) {
+        anyhow::bail!("--tokens {} is outside 1 to {TOKENS_MAX}", flags.tokens);
     }
     if let Some(threads) = flags.threads.filter(|threads| !(1..=THREADS_MAX).contains(threads)) {
         anyhow::bail!("--threads {threads} is outside 1 to {THREADS_MAX}");

@@ -114,7 +114,7 @@ fn verify_of_made_up_weights_needs_only_a_config() {
     for (args, words) in [
         (&["--tp", "3"][..], "--tp 3 does not divide the model's 4 query heads"),
         (&["--tp", "1,1"], "--tp names 1 twice"),
-        (&["--tokens", "0"], "--tokens 0 is outside 1 to 4096"),
+        (&["--tokens", "0"], "--tokens 0 is outside 1 to 512"),
         (&["--device", "cpu,tpu"], "--device tpu is not known; use auto, cpu, cuda or cpu,cuda"),
         (&["--device", "cpu,cpu"], "--device names cpu twice"),
         (&["--device", "cpu,cuda", "--dtype", "f32"], "--device cuda needs an NVIDIA driver"),

@@ -267,3 +267,74 @@ pub fn first_layer(place: &str, promise: Promise, left: &Layers, right: &Layers)
         "{place}: no residual stream differs; the difference is in the final norm, the head or the gather"
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn close(share: f64, of_positions: f64) -> Promise {
+        Promise::Close(Bound { share, of_positions })
+    }
+
+    /// One prompt of two positions: token 1 leads by 1, then token 2 by 0.01.
+    fn reference() -> Logits {
+        vec![vec![(0, vec![0.0, 4.0, 3.0]), (1, vec![0.0, 3.99, 4.0])]]
+    }
+
+    fn changed(change: impl Fn(&mut Logits)) -> Result<Logits> {
+        let mut logits = reference();
+        change(&mut logits);
+        Ok(logits)
+    }
+
+    #[test]
+    fn closeness_bounds_errors_and_excuses_near_ties_only() {
+        let of = |share, other: &Result<Logits>| logits("", close(share, 1.0), &reference(), other);
+        // The bound is a share of the largest logit, 4.
+        let off = changed(|l| l[0][0].1[0] = 0.03);
+        assert!(of(0.01, &off).passed && !of(0.005, &off).passed);
+        assert_eq!(of(0.01, &off).first_difference.map(|d| d.position), Some(0));
+        let tie = changed(|l| l[0][1].1[1] = 4.01);
+        let found = of(0.01, &tie);
+        assert!(found.passed && found.top1_equal == 1, "led by 0.01 only: {found:?}");
+        assert!(!of(0.001, &tie).passed);
+        assert!(!logits("", Promise::BitEqual, &reference(), &off).passed);
+        // All logits off by most of the bound: no single one is outside, their mean square is.
+        let all = changed(|l| l[0].iter_mut().flat_map(|(_, row)| row).for_each(|x| *x += 0.035));
+        let found = of(0.01, &all);
+        assert!(found.within == 2 && found.rms_bound.is_some_and(|bound| found.rms_error > bound));
+        assert!(!found.passed);
+        let nan = changed(|l| l[0][0].1[2] = f32::NAN);
+        assert!(of(1.0, &nan).error.is_some_and(|e| e.contains("token 2 is not a number")));
+    }
+
+    #[test]
+    fn where_half_is_enough_one_of_two_positions_may_be_far_off() {
+        let far = changed(|l| l[0][0].1[0] = 9.0);
+        assert!(logits("", close(0.01, 0.5), &reference(), &far).passed);
+        assert!(!logits("", close(0.01, 1.0), &reference(), &far).passed);
+        let both = changed(|l| l[0].iter_mut().for_each(|(_, row)| row[0] = 9.0));
+        assert!(!logits("", close(0.01, 0.5), &reference(), &both).passed);
+    }
+
+    #[test]
+    fn a_text_may_part_where_the_two_best_are_close() {
+        let of = |promise, text: &[TokenId]| {
+            texts("", promise, &[vec![7]], &reference(), &[vec![1, 2]], &Ok(vec![text.to_vec()]))
+        };
+        assert!(of(Promise::BitEqual, &[1, 2]).passed && !of(Promise::BitEqual, &[1, 1]).passed);
+        assert!(of(close(0.01, 1.0), &[1, 1]).passed, "led by 0.01 of 4");
+        assert!(!of(close(0.01, 1.0), &[2, 2]).passed, "led by 1 of 4");
+    }
+
+    #[test]
+    fn the_first_layer_that_parts_is_named() {
+        let layers: Layers = vec![vec![vec![1.0, 2.0], vec![1.0, 2.0], vec![1.0, 2.0]]];
+        let mut other = layers.clone();
+        other[0][2][1] = 2.1;
+        assert!(first_layer("cuda", close(0.01, 1.0), &layers, &other).contains("after layer 1"));
+        assert!(first_layer("cuda", close(0.1, 1.0), &layers, &other).contains("no residual stream differs"));
+        other[0][0][0] = f32::NAN;
+        assert!(first_layer("cuda", close(0.1, 1.0), &layers, &other).contains("after the embedding"));
+    }
+}

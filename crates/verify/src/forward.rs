@@ -131,7 +131,7 @@ impl Forward {
     fn sizes(&self, tables: &[Vec<u32>]) -> Sizes {
         Sizes {
             tokens_max: self.sequences.iter().map(Vec::len).sum(),
-            logits_max: self.sequences.len() * self.positions_max,
+            logits_max: self.sequences.len() * (self.positions_max + self.tail),
             page_size: self.schedule.page_size,
             num_pages: tables.iter().map(Vec::len).sum(),
         }
@@ -186,7 +186,8 @@ impl Forward {
     fn is_kept(&self, sequence: usize, position: usize) -> bool {
         let len = self.sequences[sequence].len();
         let stride = len.div_ceil(self.positions_max);
-        (len - 1 - position).is_multiple_of(stride)
+        let left = len - 1 - position;
+        left < self.tail || left.is_multiple_of(stride)
     }
 
     /// One step; `(sequence, position, logits)` of the kept positions. **Collective.**

@@ -10,7 +10,7 @@ use crate::{Comparison, Options, Promise, Report, Result, Subject, VerifyError};
 use lockstep_core::{ModelConfig, ParallelInfo, TokenId};
 use std::sync::Arc;
 
-/// Most positions of a sequence whose logits are compared, the last ones included.
+/// Most positions of a sequence whose logits are compared, besides those of its answer.
 const POSITIONS_MAX: usize = 48;
 /// Chunk of the chunked run: neither a divisor of pages nor of attention segments.
 const CHUNK: usize = 7;
@@ -195,7 +195,9 @@ impl Here<'_> {
     }
 
     fn forward(&self, sequences: &Arc<Vec<Vec<TokenId>>>, schedule: Schedule) -> Forward {
-        Forward { sequences: Arc::clone(sequences), schedule, positions_max: POSITIONS_MAX }
+        // The position before an answer chooses its first token.
+        let tail = self.session.options.tokens + 1;
+        Forward { sequences: Arc::clone(sequences), schedule, positions_max: POSITIONS_MAX, tail }
     }
 
     fn say(&self, what: &str, how: &str) {
