@@ -139,6 +139,8 @@ def _qwen() -> list[Case]:
         Case("qwen3_moe_plain", qwen3_moe, moe),
         Case("qwen3_moe_norm_topk", qwen3_moe, moe | {"norm_topk_prob": True}),
         Case("qwen3_moe_mlp_only", qwen3_moe, moe | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
+        # All layers slide: the class has the key max_window_layers and no use for it.
+        Case("qwen3_moe_window", qwen3_moe, moe | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, LONG),
         Case("qwen3_moe_sparse_step", qwen3_moe, moe | {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
     ]
 

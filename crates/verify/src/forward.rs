@@ -64,6 +64,8 @@ pub struct Forward {
     pub schedule: Schedule,
     /// Positions per sequence whose logits are kept: evenly spread, the last one included.
     pub positions_max: usize,
+    /// Last positions of each sequence whose logits are kept too: those that choose an answer.
+    pub tail: usize,
 }
 
 /// One row of a step.

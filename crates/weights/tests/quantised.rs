@@ -131,6 +131,41 @@ fn awq_in_its_interleaved_order() {
     }
 }
 
+fn bytes_of(hex: &str) -> Vec<u8> {
+    hex.as_bytes()
+        .chunks(2)
+        .map(|pair| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap())
+        .collect()
+}
+
+/// What the programs that make such checkpoints packed (`data/make_quantised.py`), bit for bit as they read it.
+#[test]
+fn reads_what_the_packages_themselves_pack() {
+    let golden: Value = serde_json::from_str(include_str!("data/quantised.json")).unwrap();
+    let cases = golden["cases"].as_object().unwrap();
+    assert_eq!(cases.len(), 6);
+    for (what, case) in cases {
+        let stored = |(name, tensor): (&String, &Value)| StoredTensor {
+            name: format!("{MODULE}.{name}"),
+            dtype: ["F8_E4M3", "F32", "F16", "BF16", "I32"]
+                .into_iter()
+                .find(|known| tensor["dtype"] == **known)
+                .unwrap(),
+            shape: serde_json::from_value(tensor["shape"].clone()).unwrap(),
+            bytes: bytes_of(tensor["data"].as_str().unwrap()),
+        };
+        let tensors: Vec<StoredTensor> = case["tensors"].as_object().unwrap().iter().map(stored).collect();
+        let files = open(case["config"].clone(), &tensors).unwrap();
+        files.expect_shape(WEIGHT, &[32, 64]).unwrap();
+        let mut out = Vec::new();
+        assert_eq!(files.read_rows(WEIGHT, 0..32, 0..64, &mut out).unwrap(), DType::Bf16, "{what}");
+        let values = bytes_of(case["f32"].as_str().unwrap());
+        let expected = values.as_chunks::<4>().0.iter().map(|b| half::bf16::from_f32(f32::from_be_bytes(*b)));
+        assert!(out == expected.flat_map(half::bf16::to_le_bytes).collect::<Vec<u8>>(), "{what}");
+        assert_eq!(files.unused_report(&HashSet::from([WEIGHT.to_owned()])), None, "{what}");
+    }
+}
+
 #[test]
 fn other_tensors_of_a_quantised_checkpoint_stay_as_they_are() {
     let mut random = Random::new(1);
