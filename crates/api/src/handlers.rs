@@ -9,9 +9,11 @@ use crate::dialect::{Dialect, Reading};
 use crate::engine::EngineClient;
 use crate::errors::ErrorForm;
 use crate::metrics;
+use crate::openapi::document::document;
 use crate::parsers::{ReasoningFormat, ToolFormat};
 use crate::request::{self, Call, policy::FieldPolicy};
 use crate::respond::{Answer, json, refuse};
+use crate::routes;
 use crate::timing;
 use axum::body::Body;
 use axum::extract::rejection::PathRejection;
@@ -115,22 +117,14 @@ pub(crate) async fn root(State(app): State<Arc<App>>) -> Answer {
         "server": "lockstep",
         "version": app.config.version,
         "model": app.config.served_model_name,
-        "endpoints": ENDPOINTS,
+        "endpoints": routes::listed(),
     }))
 }
 
-/// What `/` and the 404 list.
-const ENDPOINTS: &[&str] = &[
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/messages",
-    "/v1/models",
-    "/health",
-    "/version",
-    "/server_info",
-    "/metrics",
-    "/debug/flight",
-];
+/// `GET /openapi.json`
+pub(crate) async fn openapi(State(app): State<Arc<App>>) -> Answer {
+    json(&document(&app.config))
+}
 
 /// `GET /server_info`: the state of the engine as rank 0 sees it now, and of the api.
 pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Answer {
@@ -178,7 +172,8 @@ pub(crate) async fn write_flight(State(app): State<Arc<App>>) -> Answer {
 /// Any other path.
 pub(crate) async fn not_found(method: Method, uri: Uri) -> Answer {
     let path = request::policy::shorten(uri.path());
-    let message = format!("there is no endpoint {method} {path}; endpoints are {}", ENDPOINTS.join(", "));
+    let message =
+        format!("there is no endpoint {method} {path}; endpoints are {}", routes::listed().join(", "));
     refuse(&Refusal::with_status(404, "invalid_request_error", message).with_code("not_found"))
 }
 

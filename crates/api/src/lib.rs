@@ -26,9 +26,11 @@ mod fields;
 mod handlers;
 pub mod keys;
 mod metrics;
+mod openapi;
 pub mod parsers;
 mod request;
 mod respond;
+mod routes;
 pub mod server;
 mod timing;
 

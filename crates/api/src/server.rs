@@ -2,15 +2,13 @@
 
 use crate::connection::{ClientListener, Connection};
 use crate::control::Phase;
-use crate::dialect::{Chat, Completions, Messages};
 use crate::handlers::{self, App};
 use crate::request::policy::FieldPolicy;
 use crate::respond::{Answer, refuse};
-use crate::{ApiConfig, ApiError, Ended, EngineClient, ServerControl, errors, keys, timing};
+use crate::{ApiConfig, ApiError, Ended, EngineClient, ServerControl, errors, keys, routes, timing};
 use axum::Router;
 use axum::http::header;
 use axum::middleware;
-use axum::routing::{get, post};
 use lockstep_core::Refusal;
 use std::any::Any;
 use std::future::IntoFuture;
@@ -111,18 +109,7 @@ fn draining() -> Refusal {
 }
 
 fn routes(app: Arc<App>) -> Router {
-    Router::new()
-        .route("/", get(handlers::root))
-        .route("/health", get(handlers::health))
-        .route("/version", get(handlers::version))
-        .route("/server_info", get(handlers::server_info))
-        .route("/metrics", get(handlers::metrics))
-        .route("/debug/flight", post(handlers::write_flight))
-        .route("/v1/models", get(handlers::models))
-        .route("/v1/models/{*id}", get(handlers::model))
-        .route("/v1/chat/completions", post(handlers::generate::<Chat>))
-        .route("/v1/completions", post(handlers::generate::<Completions>))
-        .route("/v1/messages", post(handlers::generate::<Messages>))
+    routes::router()
         .fallback(handlers::not_found)
         .method_not_allowed_fallback(handlers::method_not_allowed)
         .with_state(app)
@@ -150,6 +137,7 @@ fn panicked(panic: Box<dyn Any + Send>) -> Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use axum::routing::get;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpStream;
 

@@ -5,7 +5,7 @@
 //! and in which order a client is told something is the machinery's in [`answer`](crate::answer). How errors
 //! are written goes by path ([`errors`](crate::errors)).
 //!
-//! A new dialect: a [`Dialect`] with its [`FieldTable`](crate::request::policy::FieldTable) and [`Names`], a
+//! A new dialect: a [`Dialect`] with its [`FieldTable`] and [`Names`], a
 //! [`Form`], and a route to [`generate`](crate::handlers::generate).
 
 mod anthropic;
@@ -17,6 +17,7 @@ pub(crate) use openai::{Chat, Completions};
 
 use crate::ApiConfig;
 use crate::answer::{Form, Label};
+use crate::openapi::fields::FieldTable;
 use crate::request::{Call, Names, policy::FieldPolicy};
 use lockstep_core::Refusal;
 use serde_json::{Map, Value};
@@ -25,6 +26,9 @@ use serde_json::{Map, Value};
 pub(crate) trait Dialect: 'static {
     /// What its clients call the fields that OpenAI calls otherwise.
     const NAMES: Names;
+
+    /// The fields of its requests.
+    const FIELDS: FieldTable;
 
     /// What of the request only the answer's form needs.
     type Echo: Send;

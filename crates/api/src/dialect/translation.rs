@@ -1,6 +1,6 @@
 //! A request on its way into OpenAI's words.
 
-use crate::request::policy::ENGINE;
+use crate::openapi::requests::ENGINE;
 use serde_json::{Map, Value};
 
 /// The translated request, field by field. What is not there or null is left out.
@@ -12,8 +12,9 @@ impl Translation {
     /// `stream`, and those of `own` too.
     pub(super) fn of(body: &Map<String, Value>, own: &[&str]) -> Self {
         let mut translation = Self::default();
-        for name in ["model", "stream"].iter().chain(own).chain(ENGINE) {
-            translation.set(name, body.get(*name).cloned());
+        let engine = ENGINE.iter().map(|field| field.name);
+        for name in ["model", "stream"].iter().chain(own).copied().chain(engine) {
+            translation.set(name, body.get(name).cloned());
         }
         translation
     }

@@ -1,14 +1,12 @@
 //! The prompt of `/v1/completions`: text or token ids, one or several.
 
+use super::limits::PROMPTS_MAX;
 use super::sampling::token_ids;
 use crate::ApiConfig;
 use crate::fields::{Fields, kind};
 use lockstep_core::Refusal;
 use lockstep_wire::Prompt;
 use serde_json::Value;
-
-/// Prompts of one request; each becomes a choice of the answer.
-const PROMPTS_MAX: usize = 128;
 
 /// The prompts, in order; choice `i` of the answer continues prompt `i`.
 pub(super) fn prompts(fields: &Fields<'_>, config: &ApiConfig) -> Result<Vec<Prompt>, Refusal> {

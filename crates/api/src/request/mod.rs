@@ -4,6 +4,7 @@
 mod chat;
 mod completions;
 mod forced;
+pub(crate) mod limits;
 mod names;
 pub(crate) mod policy;
 mod sampling;
@@ -15,6 +16,7 @@ mod tools;
 use crate::ApiConfig;
 use crate::engine::NewRequest;
 use crate::fields::Fields;
+use limits::PRIORITY_MAX;
 use lockstep_core::{Refusal, SamplingParams};
 use lockstep_wire::Prompt;
 pub(crate) use names::Names;
@@ -90,7 +92,7 @@ pub(crate) fn validate(
         }
     };
     let cache_salt = sampling::cache_salt(&fields)?;
-    let priority = fields.integer("priority", PRIORITY_RANGE)?.unwrap_or(0) as i32;
+    let priority = fields.integer("priority", -PRIORITY_MAX..=PRIORITY_MAX)?.unwrap_or(0) as i32;
     let choices = prompts.len() * n;
     if choices > CHOICES_MAX {
         let message = format!("times the prompts makes {choices} choices, accepted are {CHOICES_MAX}");
@@ -111,9 +113,6 @@ pub(crate) fn validate(
 
 /// Choices of one answer: prompts times `n`.
 const CHOICES_MAX: usize = 1024;
-
-/// Priorities a client may ask for.
-const PRIORITY_RANGE: std::ops::RangeInclusive<i128> = -1000..=1000;
 
 /// Absent, or the served name.
 fn check_model(fields: &Fields<'_>, config: &ApiConfig) -> Result<(), Refusal> {

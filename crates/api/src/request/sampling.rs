@@ -1,6 +1,10 @@
 //! Sampling and text parameters: ranges, defaults and the documented reading of edge values.
 
 use super::Endpoint;
+use super::limits::{
+    BIAS_MAX, CACHE_SALT_BYTES_MAX, N_MAX, PENALTY_MAX, REPETITION_MAX, REPETITION_MIN, STOP_TOKEN_IDS_MAX,
+    TEMPERATURE_MAX, TOKEN_RULES_MAX, TOP_LOGPROBS_MAX,
+};
 use crate::ApiConfig;
 use crate::fields::{Fields, integer, kind};
 use lockstep_core::limits::{STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX};
@@ -8,28 +12,11 @@ use lockstep_core::{Refusal, SamplingParams, TokenId};
 use lockstep_wire::TextParams;
 use serde_json::Value;
 
-/// Above it every distribution is flat anyway.
-const TEMPERATURE_MAX: f64 = 100.0;
 /// Below it sampling is greedy: dividing logits by less overflows f32 long before it changes
 /// which token wins.
 const TEMPERATURE_MIN: f64 = 1e-5;
-/// Further end tokens of one request.
-const STOP_TOKEN_IDS_MAX: usize = 256;
 /// OpenAI's default for completions; chat has none.
 const COMPLETIONS_MAX_TOKENS: u32 = 16;
-
-/// Choices per prompt.
-const N_MAX: i128 = 128;
-/// What OpenAI accepts for presence and frequency penalties.
-const PENALTY_MAX: f64 = 2.0;
-/// A repetition penalty outside these bounds leaves nothing of the model's distribution.
-const REPETITION_RANGE: std::ops::RangeInclusive<f64> = 0.01..=10.0;
-/// What OpenAI accepts for a bias.
-const BIAS_MAX: f64 = 100.0;
-/// Entries of `logit_bias` and of `allowed_token_ids`.
-const TOKEN_RULES_MAX: usize = 65_536;
-/// Alternatives per token.
-const TOP_LOGPROBS_MAX: i128 = 20;
 
 /// `n`, and `best_of`, which must be the same: answers are not ranked here.
 pub(super) fn choices(fields: &Fields<'_>, endpoint: Endpoint) -> Result<usize, Refusal> {
@@ -83,7 +70,7 @@ pub(super) fn sampling_params(
         stop_token_ids: stop_token_ids(fields, config.vocab_size)?,
         presence_penalty: penalty(fields, "presence_penalty")?,
         frequency_penalty: penalty(fields, "frequency_penalty")?,
-        repetition_penalty: fields.number("repetition_penalty", REPETITION_RANGE)?.unwrap_or(1.0) as f32,
+        repetition_penalty: repetition_penalty(fields)?,
         logit_bias: logit_bias(fields, config.vocab_size)?,
         allowed_token_ids: allowed_token_ids(fields, config.vocab_size)?,
         logprobs,
@@ -91,6 +78,11 @@ pub(super) fn sampling_params(
         grammar: super::structured::grammar(fields)?,
     };
     Ok((params, echo_only))
+}
+
+fn repetition_penalty(fields: &Fields<'_>) -> Result<f32, Refusal> {
+    let range = REPETITION_MIN..=REPETITION_MAX;
+    Ok(fields.number("repetition_penalty", range)?.unwrap_or(1.0) as f32)
 }
 
 fn penalty(fields: &Fields<'_>, name: &str) -> Result<f32, Refusal> {
@@ -253,6 +245,3 @@ pub(super) fn cache_salt(fields: &Fields<'_>) -> Result<Option<String>, Refusal>
         salt => Ok(salt.map(str::to_owned)),
     }
 }
-
-/// Bytes of a cache salt.
-const CACHE_SALT_BYTES_MAX: usize = 256;

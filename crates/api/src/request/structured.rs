@@ -3,12 +3,10 @@
 //! Only the shape of the fields is checked here; whether a schema, pattern or grammar can be compiled is the
 //! tokenizer's to say, still before rank 0 hears of the request.
 
+use super::limits::ALLOWED_CHOICES_MAX;
 use crate::fields::{Fields, kind};
 use lockstep_core::{Grammar, Refusal};
 use serde_json::Value;
-
-/// Texts of a choice.
-const CHOICES_MAX: usize = 1024;
 
 /// The grammar of a request; at most one field may ask for one.
 pub(super) fn grammar(fields: &Fields<'_>) -> Result<Option<Grammar>, Refusal> {
@@ -123,8 +121,10 @@ fn lark(fields: &Fields<'_>, name: &str) -> Result<Option<Grammar>, Refusal> {
 
 fn choice(fields: &Fields<'_>, name: &str) -> Result<Option<Grammar>, Refusal> {
     let Some(list) = fields.list(name)? else { return Ok(None) };
-    if list.is_empty() || list.len() > CHOICES_MAX {
-        return Err(fields.invalid(name, format!("must have 1 to {CHOICES_MAX} texts, got {}", list.len())));
+    if list.is_empty() || list.len() > ALLOWED_CHOICES_MAX {
+        return Err(
+            fields.invalid(name, format!("must have 1 to {ALLOWED_CHOICES_MAX} texts, got {}", list.len()))
+        );
     }
     let text = |item: &Value| {
         let text = item.as_str().filter(|text| !text.is_empty());

@@ -1,7 +1,8 @@
 //! Validation rules, field by field: cases C9, C10 and the prompt forms of C13.
 
-use super::policy::{CHAT_FIELDS, COMPLETIONS_FIELDS, FieldPolicy};
+use super::policy::FieldPolicy;
 use super::{Call, Endpoint, validate};
+use crate::openapi::requests;
 use crate::{ApiConfig, SamplingDefaults};
 use lockstep_core::{Grammar, Refusal, SamplingParams};
 use lockstep_wire::{ChatMessages, Prompt};
@@ -20,8 +21,8 @@ fn call_with(endpoint: Endpoint, config: &ApiConfig, extra: Value) -> Result<Cal
         body[name] = value.clone();
     }
     let table = match endpoint {
-        Endpoint::Chat => CHAT_FIELDS,
-        Endpoint::Completions => COMPLETIONS_FIELDS,
+        Endpoint::Chat => requests::CHAT,
+        Endpoint::Completions => requests::COMPLETIONS,
     };
     let body = body.as_object().unwrap();
     FieldPolicy::default().check(&table, body, config.strict_api)?;
@@ -205,9 +206,9 @@ fn unknown_fields_are_counted_or_refused() {
     let policy = FieldPolicy::default();
     let body = json!({"prompt": "a", "foo": 1, "bar": null, "messages": []});
     let body = body.as_object().unwrap();
-    policy.check(&COMPLETIONS_FIELDS, body, false).unwrap();
+    policy.check(&requests::COMPLETIONS, body, false).unwrap();
     assert_eq!(policy.unknown(), 3);
-    let refusal = policy.check(&COMPLETIONS_FIELDS, body, true).unwrap_err();
+    let refusal = policy.check(&requests::COMPLETIONS, body, true).unwrap_err();
     assert_eq!((refusal.param.as_deref(), refusal.code.as_deref()), (Some("foo"), Some("unknown_field")));
 }
 

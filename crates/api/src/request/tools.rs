@@ -5,6 +5,7 @@
 //! form begins with the first token.
 
 use super::forced;
+use super::limits::{FUNCTION_NAME_LEN_MAX, TOOLS_MAX};
 use super::policy::shorten;
 use crate::ApiConfig;
 use crate::fields::{Fields, kind};
@@ -12,11 +13,6 @@ use crate::parsers::{AnswerSetup, Function, ReasoningFormat, ToolFormat};
 use lockstep_core::{Grammar, Refusal, SamplingParams};
 use lockstep_wire::TextParams;
 use serde_json::{Map, Value};
-
-/// Functions of one request, as OpenAI has it.
-const TOOLS_MAX: usize = 128;
-/// Characters of a function's name, as OpenAI has it.
-const NAME_LEN_MAX: usize = 64;
 
 /// The tools that a request offers its model.
 #[derive(Debug)]
@@ -101,9 +97,10 @@ fn check_function(function: &Map<String, Value>, path: &str) -> Result<(), Refus
         return Err(fields.invalid("name", "is required: the function's name"));
     };
     let is_ok = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
-    if name.is_empty() || name.len() > NAME_LEN_MAX || !name.chars().all(is_ok) {
+    if name.is_empty() || name.len() > FUNCTION_NAME_LEN_MAX || !name.chars().all(is_ok) {
         let got = shorten(name);
-        let message = format!("must have 1 to {NAME_LEN_MAX} of letters, digits, _, - and ., got {got:?}");
+        let message =
+            format!("must have 1 to {FUNCTION_NAME_LEN_MAX} of letters, digits, _, - and ., got {got:?}");
         return Err(fields.invalid("name", message));
     }
     fields.string("description")?;

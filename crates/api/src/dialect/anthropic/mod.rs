@@ -10,7 +10,7 @@ mod request;
 
 use super::{Dialect, Reading};
 use crate::answer::{Form, Label};
-use crate::request::policy::{ENGINE, FieldTable, Neutral};
+use crate::openapi::{anthropic, fields::FieldTable};
 use crate::request::{Call, Endpoint, Names, validate};
 use form::Message;
 use lockstep_core::Refusal;
@@ -19,40 +19,6 @@ use serde_json::{Map, Value};
 /// `POST /v1/messages`
 #[derive(Debug)]
 pub(crate) enum Messages {}
-
-const FIELDS: FieldTable = FieldTable {
-    read: &[
-        &[
-            "model",
-            "messages",
-            "max_tokens",
-            "system",
-            "stop_sequences",
-            "stream",
-            "temperature",
-            "top_p",
-            "tools",
-            "tool_choice",
-            "thinking",
-            "output_config",
-            "chat_template",
-            "chat_template_kwargs",
-        ],
-        ENGINE,
-    ],
-    without_effect: &["metadata", "service_tier", "cache_control", "inference_geo"],
-    unsupported: &[
-        ("container", Neutral::Nothing),
-        ("context_management", Neutral::Empty),
-        ("mcp_servers", Neutral::Empty),
-        ("output_format", Neutral::Nothing),
-        ("speed", Neutral::Text(&["standard"])),
-        ("n", Neutral::Number(1.0)),
-        ("stop", Neutral::Empty),
-        ("logprobs", Neutral::Bool(false)),
-        ("response_format", Neutral::Nothing),
-    ],
-};
 
 impl Dialect for Messages {
     const NAMES: Names = Names(&[
@@ -65,11 +31,12 @@ impl Dialect for Messages {
         ("response_format", "output_config.format"),
         ("reasoning_effort", "output_config.effort"),
     ]);
+    const FIELDS: FieldTable = anthropic::MESSAGES;
     type Echo = ();
 
     fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, ()), Refusal> {
         let config = reading.config;
-        reading.policy.check(&FIELDS, &body, config.strict_api)?;
+        reading.policy.check(&Self::FIELDS, &body, config.strict_api)?;
         let translated = request::translate(&body, config, request::Length::Required)?;
         Ok((validate(Endpoint::Chat, &translated, config)?, ()))
     }

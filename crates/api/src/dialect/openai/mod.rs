@@ -9,7 +9,7 @@ mod shape;
 
 use super::{Dialect, Reading};
 use crate::answer::{Form, Label};
-use crate::request::policy::{CHAT_FIELDS, COMPLETIONS_FIELDS};
+use crate::openapi::{fields::FieldTable, requests};
 use crate::request::{Call, Endpoint, Names, validate};
 use lockstep_core::Refusal;
 use serde_json::{Map, Value};
@@ -25,10 +25,11 @@ pub(crate) enum Completions {}
 
 impl Dialect for Chat {
     const NAMES: Names = Names(&[]);
+    const FIELDS: FieldTable = requests::CHAT;
     type Echo = ();
 
     fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, ()), Refusal> {
-        reading.policy.check(&CHAT_FIELDS, &body, reading.config.strict_api)?;
+        reading.policy.check(&Self::FIELDS, &body, reading.config.strict_api)?;
         Ok((validate(Endpoint::Chat, &body, reading.config)?, ()))
     }
 
@@ -39,10 +40,11 @@ impl Dialect for Chat {
 
 impl Dialect for Completions {
     const NAMES: Names = Names(&[("messages", "prompt")]);
+    const FIELDS: FieldTable = requests::COMPLETIONS;
     type Echo = ();
 
     fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, ()), Refusal> {
-        reading.policy.check(&COMPLETIONS_FIELDS, &body, reading.config.strict_api)?;
+        reading.policy.check(&Self::FIELDS, &body, reading.config.strict_api)?;
         Ok((validate(Endpoint::Completions, &body, reading.config)?, ()))
     }
 

@@ -1,0 +1,241 @@
+//! JSON Schemas of what comes back, written beside nothing: the types that write answers borrow from requests in
+//! flight, so their schemas stand here, and the client tests hold real answers against them.
+//!
+//! Objects are closed: a field that is added to an answer has to be added here.
+
+use serde_json::{Map, Value, json};
+
+/// An object with just these fields: `required` ones, and `optional` ones that may be left out.
+fn object(required: Value, optional: Value) -> Value {
+    let names: Vec<String> = required.as_object().into_iter().flat_map(Map::keys).cloned().collect();
+    let mut properties = required;
+    if let (Some(all), Value::Object(more)) = (properties.as_object_mut(), optional) {
+        all.extend(more);
+    }
+    json!({"type": "object", "properties": properties, "required": names, "additionalProperties": false})
+}
+
+fn of(name: &str) -> Value {
+    json!({"$ref": format!("#/components/schemas/{name}")})
+}
+
+fn list(items: Value) -> Value {
+    json!({"type": "array", "items": items})
+}
+
+fn or_null(schema: Value) -> Value {
+    json!({"anyOf": [schema, {"type": "null"}]})
+}
+
+fn text() -> Value {
+    json!({"type": "string"})
+}
+
+fn count() -> Value {
+    json!({"type": "integer", "minimum": 0})
+}
+
+/// Every answer's schema, by name. `model` is the served name.
+pub(super) fn schemas(model: &str) -> Map<String, Value> {
+    let mut all = Map::new();
+    for group in [common(model), chat(), completions(), anthropic(), about_the_server()] {
+        all.extend(group.as_object().cloned().unwrap_or_default());
+    }
+    all
+}
+
+fn common(model: &str) -> Value {
+    let error = object(
+        json!({
+            "message": {"type": "string", "description": "One sentence: what, got, limit, what to do."},
+            "type": text(),
+            "param": {"type": ["string", "null"], "description": "The request field at fault."},
+            "code": {"type": ["string", "null"]},
+        }),
+        json!({}),
+    );
+    let usage = object(
+        json!({
+            "prompt_tokens": count(), "completion_tokens": count(), "total_tokens": count(),
+            "prompt_tokens_details": object(json!({"cached_tokens": count()}), json!({})),
+        }),
+        json!({}),
+    );
+    json!({
+        "ServedModel": {"type": "string", "enum": [model]},
+        "Message": super::shapes::message(),
+        "Error": object(json!({"error": error}), json!({})),
+        "OllamaError": object(json!({"error": text()}), json!({})),
+        "Timing": timing(),
+        "Usage": usage,
+        "FinishReason": {"enum": ["stop", "tool_calls", "length", "abort"]},
+    })
+}
+
+/// What whole answers and chunks share.
+fn envelope(object_name: &str, choice: Value, optional: Value) -> Value {
+    object(
+        json!({
+            "id": text(), "object": {"const": object_name}, "created": count(), "model": of("ServedModel"),
+            "choices": list(choice),
+        }),
+        optional,
+    )
+}
+
+fn with_usage(mut envelope: Value) -> Value {
+    if let Some(required) = envelope["required"].as_array_mut() {
+        required.push("usage".into());
+    }
+    envelope["properties"]["usage"] = of("Usage");
+    envelope
+}
+
+fn chat() -> Value {
+    let call = |index: Value, required: Value, optional: Value| {
+        let function = object(json!({"arguments": text()}), json!({"name": text()}));
+        let mut required = required;
+        required["function"] = function;
+        if !index.is_null() {
+            required["index"] = index;
+        }
+        object(required, optional)
+    };
+    let named = json!({"id": text(), "type": {"const": "function"}});
+    let role = json!({"const": "assistant"});
+    let message = object(
+        json!({"role": role, "content": or_null(text())}),
+        json!({"reasoning_content": text(), "tool_calls": list(call(Value::Null, named.clone(), json!({})))}),
+    );
+    let delta = object(
+        json!({}),
+        json!({
+            "role": role, "content": or_null(text()), "reasoning_content": text(),
+            "tool_calls": list(call(count(), json!({}), named)),
+        }),
+    );
+    let token = json!({"token": text(), "logprob": {"type": ["number", "null"]}, "bytes": list(count())});
+    let mut entry = token.clone();
+    entry["top_logprobs"] = list(object(token, json!({})));
+    let logprobs =
+        object(json!({"content": list(object(entry, json!({}))), "refusal": {"type": "null"}}), json!({}));
+    let choice = |name: &str, content: Value, finish: Value| {
+        let mut fields =
+            json!({"index": count(), "logprobs": or_null(of("ChatLogprobs")), "finish_reason": finish});
+        fields[name] = content;
+        object(fields, json!({"timing": of("Timing")}))
+    };
+    let whole = choice("message", of("AssistantMessage"), of("FinishReason"));
+    let chunk = choice("delta", delta, or_null(of("FinishReason")));
+    json!({
+        "AssistantMessage": message,
+        "ChatLogprobs": logprobs,
+        "ChatCompletion": with_usage(envelope("chat.completion", whole, json!({}))),
+        "ChatCompletionChunk":
+            envelope("chat.completion.chunk", chunk, json!({"usage": or_null(of("Usage"))})),
+    })
+}
+
+fn completions() -> Value {
+    let alternatives = or_null(json!({"type": "object", "additionalProperties": {"type": "number"}}));
+    let logprobs = object(
+        json!({
+            "tokens": list(text()), "token_logprobs": list(json!({"type": ["number", "null"]})),
+            "top_logprobs": or_null(list(alternatives)), "text_offset": list(count()),
+        }),
+        json!({}),
+    );
+    let choice = |finish: Value| {
+        object(
+            json!({
+                "index": count(), "text": text(), "logprobs": or_null(of("CompletionLogprobs")),
+                "finish_reason": finish,
+            }),
+            json!({"timing": of("Timing")}),
+        )
+    };
+    let chunk = choice(or_null(of("FinishReason")));
+    json!({
+        "CompletionLogprobs": logprobs,
+        "Completion": with_usage(envelope("text_completion", choice(of("FinishReason")), json!({}))),
+        "CompletionChunk": envelope("text_completion", chunk, json!({"usage": or_null(of("Usage"))})),
+    })
+}
+
+/// A choice's timing, where it was asked for; times in milliseconds.
+fn timing() -> Value {
+    let (time, count) = (json!({"type": "number", "minimum": 0}), count());
+    let batch = object(json!({"min": count, "mean": time, "max": count}), json!({}));
+    object(
+        json!({
+            "queue_ms": time, "prefill_ms": time, "decode_ms": time, "time_to_first_token_ms": time,
+            "total_ms": time, "prompt_tokens": count, "cached_tokens": count, "completion_tokens": count,
+            "retractions": count, "prefill_chunks": count, "steps": count, "batch_size": batch,
+        }),
+        json!({}),
+    )
+}
+
+fn anthropic() -> Value {
+    let kind = |name: &str| json!({"const": name});
+    let error = object(json!({"type": text(), "message": text()}), json!({}));
+    let usage = object(
+        json!({
+            "input_tokens": count(), "cache_creation_input_tokens": count(), "cache_read_input_tokens": count(),
+            "output_tokens": count(),
+        }),
+        json!({}),
+    );
+    let block = json!({"anyOf": [
+        object(json!({"type": kind("text"), "text": text()}), json!({})),
+        object(json!({"type": kind("thinking"), "thinking": text(), "signature": text()}), json!({})),
+        object(json!({"type": kind("tool_use"), "id": text(), "name": text(), "input": {"type": "object"}}), json!({})),
+    ]});
+    let message = object(
+        json!({
+            "id": text(), "type": kind("message"), "role": kind("assistant"), "model": of("ServedModel"),
+            "content": list(block),
+            "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", null]},
+            "stop_sequence": {"type": ["string", "null"]}, "usage": usage,
+        }),
+        json!({}),
+    );
+    let event = json!({"type": "object", "properties": {"type": {"enum": [
+        "message_start", "content_block_start", "ping", "content_block_delta", "content_block_stop",
+        "message_delta", "message_stop", "error",
+    ]}}, "required": ["type"]});
+    json!({
+        "AnthropicError": object(json!({"type": kind("error"), "error": error}), json!({})),
+        "AnthropicMessage": message,
+        "AnthropicEvent": event,
+    })
+}
+
+fn about_the_server() -> Value {
+    let open = json!({"type": "object"});
+    let process = object(json!({"name": text(), "pid": count()}), json!({}));
+    let model = json!({
+        "id": of("ServedModel"), "object": {"const": "model"}, "created": count(), "owned_by": text(),
+        "max_model_len": {"type": "integer", "minimum": 1,
+            "description": "Longest prompt plus answer in tokens, as enforced."},
+    });
+    json!({
+        "Model": object(model, json!({})),
+        "ModelList": object(json!({"object": {"const": "list"}, "data": list(of("Model"))}), json!({})),
+        "Health": object(json!({"status": {"const": "ok"}}), json!({})),
+        "Version": object(json!({"version": text()}), json!({})),
+        "Root": object(
+            json!({"server": text(), "version": text(), "model": of("ServedModel"), "endpoints": list(text())}),
+            json!({}),
+        ),
+        "ServerInfo": object(
+            json!({
+                "version": text(), "model": of("ServedModel"), "engine": open, "api": open,
+                "processes": list(process),
+            }),
+            json!({}),
+        ),
+        "FlightFiles": object(json!({"files": list(text())}), json!({})),
+        "OpenApi": {"type": "object", "required": ["openapi", "info", "paths"]},
+    })
+}

@@ -1,0 +1,141 @@
+//! The endpoints: path, handler, and what documents say of them. The router is made from this list, and so are
+//! `/openapi.json`, the endpoints table of `docs/api.md` and the list in `/`: an endpoint is in all or in none.
+
+use crate::dialect::{Chat, Completions, Dialect, Messages};
+use crate::handlers::{self, App};
+use crate::openapi::operations::{Answers, Operation};
+use axum::Router;
+use axum::routing::{MethodRouter, get, post};
+use std::sync::Arc;
+
+/// An endpoint.
+pub(crate) struct Route {
+    /// As the router spells it.
+    pub(crate) path: &'static str,
+    /// The handler of its method.
+    handler: fn() -> MethodRouter<Arc<App>>,
+    /// What it takes and gives.
+    pub(crate) operation: Operation,
+}
+
+/// A row of [`ROUTES`].
+const fn route(path: &'static str, handler: fn() -> MethodRouter<Arc<App>>, operation: Operation) -> Route {
+    Route { path, handler, operation }
+}
+
+/// Every endpoint, in the order of the documents.
+pub(crate) const ROUTES: &[Route] = &[
+    route(
+        "/v1/chat/completions",
+        || post(handlers::generate::<Chat>),
+        Operation::generate(
+            Chat::FIELDS,
+            Answers::WholeOrStream("ChatCompletion", "ChatCompletionChunk"),
+            "OpenAI chat completion, whole or streamed",
+        ),
+    ),
+    route(
+        "/v1/completions",
+        || post(handlers::generate::<Completions>),
+        Operation::generate(
+            Completions::FIELDS,
+            Answers::WholeOrStream("Completion", "CompletionChunk"),
+            "OpenAI text completion, whole or streamed",
+        ),
+    ),
+    route(
+        "/v1/messages",
+        || post(handlers::generate::<Messages>),
+        Operation::generate(
+            Messages::FIELDS,
+            Answers::WholeOrStream("AnthropicMessage", "AnthropicEvent"),
+            "Anthropic message, whole or streamed",
+        ),
+    ),
+    route(
+        "/v1/models",
+        || get(handlers::models),
+        Operation::get(
+            "ModelList",
+            "the served model; `max_model_len` is the context limit that is enforced (prompt + answer, tokens)",
+        ),
+    ),
+    route(
+        "/v1/models/{*id}",
+        || get(handlers::model),
+        Operation::get(
+            "Model",
+            "the same entry; another id is 404 `model_not_found`. The id may contain slashes, plain or as `%2F`",
+        ),
+    ),
+    route(
+        "/health",
+        || get(handlers::health),
+        Operation::get(
+            "Health",
+            "200 `{\"status\":\"ok\"}`; 503 with the reason while the server drains or after the engine was lost",
+        ),
+    ),
+    route("/version", || get(handlers::version), Operation::get("Version", "`{\"version\": ...}`")),
+    route(
+        "/metrics",
+        || get(handlers::metrics),
+        Operation {
+            method: "get",
+            body: None,
+            answer: Answers::Text("application/openmetrics-text"),
+            summary: "OpenMetrics text for Prometheus: pages by state (free, cached, held add up to the pool), \
+                requests by state, and totals since start (steps, prompt, cached, generated and computed tokens, \
+                retractions, evicted pages, prefix waits), asked from rank 0 at that moment (503 if it does not \
+                answer within 5 s)",
+        },
+    ),
+    route(
+        "/debug/flight",
+        || post(handlers::write_flight),
+        Operation {
+            method: "post",
+            body: None,
+            answer: Answers::Json("FlightFiles"),
+            summary: "every rank writes its flight recorder (`docs/simulation.md`); `{\"files\": [one per rank]}`; \
+                400 without `--flight-dir`",
+        },
+    ),
+    route(
+        "/server_info",
+        || get(handlers::server_info),
+        Operation::get(
+            "ServerInfo",
+            "`engine`: pages free, cached, held; running, waiting, draining, totals since start, ranks with pid, \
+             device and memory, notes about slower paths, asked from rank 0 at that moment (503 if it does not \
+             answer within 5 s). `api`: open requests and their limit, unknown fields seen. `processes`: names and \
+             pids",
+        ),
+    ),
+    route(
+        "/openapi.json",
+        || get(handlers::openapi),
+        Operation::get(
+            "OpenApi",
+            "the OpenAPI 3.1 document of all this, made from the tables that validation uses",
+        ),
+    ),
+    route(
+        "/",
+        || get(handlers::root),
+        Operation::get("Root", "name, version, model and the list of endpoints"),
+    ),
+];
+
+/// The router of [`ROUTES`].
+pub(crate) fn router() -> Router<Arc<App>> {
+    ROUTES.iter().fold(Router::new(), |router, route| router.route(route.path, (route.handler)()))
+}
+
+/// What `/` and the 404 list: the paths that take no parameter.
+pub(crate) fn listed() -> Vec<&'static str> {
+    let paths = ROUTES.iter().map(|route| route.path);
+    let mut listed: Vec<&str> = paths.filter(|path| *path != "/" && !path.contains('{')).collect();
+    listed.dedup();
+    listed
+}
