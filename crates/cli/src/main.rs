@@ -4,7 +4,9 @@
 //! Reading order: [`flags`], [`serve`], [`child`].
 
 mod bench;
+mod chat;
 mod child;
+mod client;
 mod config_only;
 mod error;
 mod flags;
@@ -67,6 +69,7 @@ fn parse() -> Result<Cli> {
 fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Command::Serve(flags) => serve::run(&flags),
+        Command::Chat(flags) => chat::run(&flags),
         Command::Plan(flags) => plan::run(&flags),
         Command::Verify(flags) => verify::run(&flags),
         Command::Pull(flags) => pull::run(&flags),

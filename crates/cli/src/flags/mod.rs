@@ -5,6 +5,8 @@
 //! as aliases. `docs/operations.md` lists the same flags.
 
 pub mod batching;
+pub mod chat;
+pub mod client;
 pub mod logging;
 pub mod memory;
 pub mod model;
@@ -30,6 +32,8 @@ pub struct Cli {
 pub enum Command {
     /// Start a server: one process per rank, plus tokenizer, detokenizer and the HTTP API.
     Serve(Box<ServeFlags>),
+    /// Talk to a model: of a running server, or of one that is started for it.
+    Chat(chat::ChatFlags),
     /// Show what a model takes and how fast it will be at each tp size, on a device you name; loads nothing.
     Plan(plan::PlanFlags),
     /// Check that answers are the same at every tp size, chunking, page size, batch and cache hit.
