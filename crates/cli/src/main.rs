@@ -3,6 +3,7 @@
 //! `lockstep serve` re-executes this binary once per child process; [`child`] is what those run.
 //! Reading order: [`flags`], [`serve`], [`child`].
 
+mod batch;
 mod bench;
 mod chat;
 mod child;
@@ -70,6 +71,7 @@ fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Command::Serve(flags) => serve::run(&flags),
         Command::Chat(flags) => chat::run(&flags),
+        Command::Batch(flags) => batch::run(&flags),
         Command::Plan(flags) => plan::run(&flags),
         Command::Verify(flags) => verify::run(&flags),
         Command::Pull(flags) => pull::run(&flags),

@@ -4,6 +4,7 @@
 //! that needs more than one flag is written once. Spellings of mini-SGLang and SGLang are accepted
 //! as aliases. `docs/operations.md` lists the same flags.
 
+pub mod batch;
 pub mod batching;
 pub mod chat;
 pub mod client;
@@ -34,6 +35,8 @@ pub enum Command {
     Serve(Box<ServeFlags>),
     /// Talk to a model: of a running server, or of one that is started for it.
     Chat(chat::ChatFlags),
+    /// Answer a file of requests in OpenAI's batch format; continues where an earlier run ended.
+    Batch(batch::BatchFlags),
     /// Show what a model takes and how fast it will be at each tp size, on a device you name; loads nothing.
     Plan(plan::PlanFlags),
     /// Check that answers are the same at every tp size, chunking, page size, batch and cache hit.
