@@ -91,6 +91,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Bench(flags) => match flags.what {
             BenchCommand::Hw(flags) => bench::hardware(&flags),
             BenchCommand::Decode(flags) => bench::decode(&flags),
+            BenchCommand::Serve(flags) => bench::serve(&flags),
         },
     }
 }

@@ -1,8 +1,10 @@
 //! `lockstep bench`: what this machine can do, and what the backends make of it.
 
 mod decode;
+mod serve;
 
 pub use decode::decode;
+pub use serve::serve;
 
 use crate::error::{CliError, Result};
 use crate::flags::{DecodeFlags, HwFlags};

@@ -6,6 +6,7 @@
 
 pub mod batch;
 pub mod batching;
+pub mod bench_serve;
 pub mod chat;
 pub mod client;
 pub mod logging;
@@ -134,6 +135,8 @@ pub enum BenchCommand {
     Hw(HwFlags),
     /// Decode at batch 1 and prefill of a model, against the floor of this machine, in process.
     Decode(DecodeFlags),
+    /// HTTP load against any server that speaks OpenAI's API: latency percentiles and throughput.
+    Serve(Box<bench_serve::BenchServeFlags>),
 }
 
 /// Flags of `lockstep bench hw`.
