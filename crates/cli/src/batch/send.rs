@@ -84,6 +84,8 @@ fn pause(repetition: u32, wish: Option<Duration>) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::client::runtime;
+    use crate::client::scripted::ScriptedServer;
 
     #[test]
     fn pauses_grow_and_follow_the_server() {
@@ -94,5 +96,42 @@ mod tests {
             (ms(5, wish(1)), ms(0, wish(60)), ms(0, wish(0)), ms(0, wish(86_400))),
             (1000, 60_000, 500, 600_000)
         );
+    }
+
+    fn asker(url: &str, retries: u32, server_returns: bool) -> Asker {
+        Asker {
+            client: Client::new(url, None, 0).unwrap(),
+            model: None,
+            default_model: "m".into(),
+            retries,
+            limit: Duration::from_secs(20),
+            server_returns,
+        }
+    }
+
+    fn decide(asker: &Asker) -> Result<(Decided, u32), ClientError> {
+        let request = Request { custom_id: "a".into(), url: "/v1/x".into(), body: Default::default() };
+        runtime().unwrap().block_on(asker.decide(request))
+    }
+
+    #[test]
+    fn busy_servers_and_broken_connections_are_asked_again() {
+        const BUSY: &str = "HTTP/1.1 503 Busy\r\nRetry-After: 0\r\nContent-Length: 2\r\n\r\n{}";
+        const GOOD: &str = "HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n{\"id\":\"x\"}";
+        let server = ScriptedServer::start(&[BUSY, GOOD, "", BUSY, BUSY]);
+        let (decided, repetitions) = decide(&asker(&server.url, 3, true)).unwrap();
+        let body = serde_json::json!({"id": "x"});
+        assert_eq!(decided, Decided::Answered { status: 200, request_id: Some("x".into()), body });
+        assert_eq!(repetitions, 1);
+        // The last answer stands when there are no more repetitions.
+        let (decided, repetitions) = decide(&asker(&server.url, 2, true)).unwrap();
+        assert!(matches!(decided, Decided::Answered { status: 503, .. }) && repetitions == 2);
+        assert!(server.requests()[0].ends_with("{\"model\":\"m\"}"));
+    }
+
+    #[test]
+    fn a_server_that_is_gone_decides_nothing() {
+        let lost = decide(&asker("http://127.0.0.1:1", 100, false)).unwrap_err();
+        assert!(matches!(lost, ClientError::Connect { .. }), "{lost}");
     }
 }

@@ -232,3 +232,62 @@ impl EventStream {
         &self.base
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::runtime;
+    use super::super::scripted::ScriptedServer;
+    use super::*;
+
+    /// What the events of a stream are, and how it ended.
+    fn events(url: &str) -> (Vec<String>, Result<(), ClientError>) {
+        let client = Client::new(url, Some("secret"), 0).unwrap();
+        let mut events = Vec::new();
+        let ended = runtime().unwrap().block_on(async {
+            let mut stream = client.stream("/v1/x", "{}".into()).await?;
+            while let Some((data, _)) = stream.next().await? {
+                events.push(data);
+            }
+            Ok(())
+        });
+        (events, ended)
+    }
+
+    #[test]
+    fn a_stream_is_whole_with_done_only() {
+        const WHOLE: &str =
+            "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: a\n\ndata: [DONE]\n\n";
+        const EMPTY: &str = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n";
+        const CUT: &str = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: a\n\n";
+        let server = ScriptedServer::start(&[WHOLE, CUT, EMPTY]);
+        assert_eq!(events(&server.url), (vec!["a".to_owned()], Ok(())));
+        let (cut, ended) = events(&server.url);
+        assert_eq!(cut, ["a"]);
+        assert!(
+            matches!(&ended, Err(ClientError::Broken { reason, .. }) if reason.contains("[DONE]")),
+            "{ended:?}"
+        );
+        assert!(events(&server.url).1.is_err());
+        let requests = server.requests();
+        assert!(requests[0].starts_with("POST /v1/x HTTP/1.1\r\n") && requests[0].ends_with("\r\n\r\n{}"));
+        assert!(requests[0].contains("authorization: Bearer secret\r\n"), "{}", requests[0]);
+    }
+
+    #[test]
+    fn refusals_carry_the_servers_words() {
+        const BUSY: &str = "HTTP/1.1 503 Busy\r\nRetry-After: 7\r\nContent-Length: 31\r\n\r\n{\"error\":{\"message\":\"is full\"}}";
+        const PLAIN: &str =
+            "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}";
+        let server = ScriptedServer::start(&[BUSY, PLAIN, ""]);
+        let refused = ClientError::Status {
+            status: 503,
+            message: "is full".into(),
+            retry_after: Some(Duration::from_secs(7)),
+        };
+        assert_eq!(events(&server.url).1, Err(refused));
+        assert!(matches!(events(&server.url).1, Err(ClientError::Protocol { .. })));
+        assert!(matches!(events(&server.url).1, Err(ClientError::Broken { .. })));
+        drop(server.requests());
+        assert!(matches!(events("http://127.0.0.1:1").1, Err(ClientError::Connect { .. })));
+    }
+}

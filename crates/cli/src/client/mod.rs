@@ -14,6 +14,8 @@ mod base;
 pub mod chunk;
 mod error;
 mod http;
+#[cfg(test)]
+pub mod scripted;
 mod sse;
 mod started;
 mod target;
