@@ -43,7 +43,7 @@ pub(crate) async fn generate<D: Dialect>(
         Ok((pending, stream)) => answer::answer(pending, stream).await,
         Err(refusal) => {
             tracing::debug!(refusal.status, refusal.message, "request refused");
-            refuse(&D::NAMES.in_their_terms(refusal))
+            refuse(&refusal)
         }
     }
 }

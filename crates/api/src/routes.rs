@@ -1,7 +1,7 @@
 //! The endpoints: path, handler, and what documents say of them. The router is made from this list, and so are
 //! `/openapi.json`, the endpoints table of `docs/api.md` and the list in `/`: an endpoint is in all or in none.
 
-use crate::dialect::{Chat, Completions, Dialect, Messages};
+use crate::dialect::{Chat, Completions, Dialect, Messages, Responses};
 use crate::handlers::{self, App};
 use crate::openapi::operations::{Answers, Operation};
 use axum::Router;
@@ -41,6 +41,15 @@ pub(crate) const ROUTES: &[Route] = &[
             Completions::FIELDS,
             Answers::WholeOrStream("Completion", "CompletionChunk"),
             "OpenAI text completion, whole or streamed",
+        ),
+    ),
+    route(
+        "/v1/responses",
+        || post(handlers::generate::<Responses>),
+        Operation::generate(
+            Responses::FIELDS,
+            Answers::WholeOrStream("Response", "ResponseEvent"),
+            "OpenAI response, whole or streamed; nothing is kept (see \"Responses\")",
         ),
     ),
     route(

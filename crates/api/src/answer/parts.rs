@@ -83,38 +83,45 @@ pub(crate) struct Joined {
 }
 
 impl Joined {
-    /// Takes in one more part. True when a section begins with it, which ends the one before.
-    pub(crate) fn add(&mut self, part: &Part) -> bool {
+    /// Whether a section begins with `part`, which ends the one before.
+    pub(crate) fn is_beginning(&self, part: &Part) -> bool {
+        match (self.sections.last(), part) {
+            // A call's arguments come before anything else.
+            (_, Part::ToolCallArgumentsDelta { .. }) => false,
+            (Some(Section::Text(_)), Part::TextDelta(_)) => false,
+            (Some(Section::Reasoning(_)), Part::ReasoningDelta(_)) => false,
+            _ => true,
+        }
+    }
+
+    /// Takes in one more part.
+    pub(crate) fn add(&mut self, part: &Part) {
+        if self.is_beginning(part) {
+            self.sections.extend(Section::begun_by(part));
+        }
         match (self.sections.last_mut(), part) {
             (Some(Section::Text(all)), Part::TextDelta(text))
             | (Some(Section::Reasoning(all)), Part::ReasoningDelta(text)) => all.push_str(text),
             (Some(Section::Call(call)), Part::ToolCallArgumentsDelta { text, .. }) => {
                 call.arguments.push_str(text);
             }
-            // A call's arguments come before anything else, so they never begin a section.
-            (_, Part::ToolCallArgumentsDelta { .. }) => {}
-            _ => {
-                self.sections.extend(Section::beginning(part));
-                return true;
-            }
+            _ => {}
         }
-        false
     }
 
     /// All text, joined.
     pub(crate) fn text(&self) -> String {
-        self.sections
-            .iter()
-            .filter_map(|section| if let Section::Text(t) = section { Some(t.as_str()) } else { None })
-            .collect()
+        let text =
+            |section: &Section| if let Section::Text(text) = section { text.clone() } else { String::new() };
+        self.sections.iter().map(text).collect()
     }
 
     /// All reasoning, joined.
     pub(crate) fn reasoning(&self) -> String {
-        self.sections
-            .iter()
-            .filter_map(|section| if let Section::Reasoning(t) = section { Some(t.as_str()) } else { None })
-            .collect()
+        let text = |section: &Section| {
+            if let Section::Reasoning(text) = section { text.clone() } else { String::new() }
+        };
+        self.sections.iter().map(text).collect()
     }
 
     /// The calls.
@@ -126,11 +133,11 @@ impl Joined {
 }
 
 impl Section {
-    /// The section that `part` begins.
-    fn beginning(part: &Part) -> Option<Self> {
+    /// The section that `part` begins, without its text; `None` for arguments, which begin none.
+    pub(crate) fn begun_by(part: &Part) -> Option<Self> {
         Some(match part {
-            Part::TextDelta(text) => Self::Text(text.clone()),
-            Part::ReasoningDelta(text) => Self::Reasoning(text.clone()),
+            Part::TextDelta(_) => Self::Text(String::new()),
+            Part::ReasoningDelta(_) => Self::Reasoning(String::new()),
             Part::ToolCallStart { id, name, .. } => {
                 Self::Call(JoinedCall { id: id.clone(), name: name.clone(), arguments: String::new() })
             }

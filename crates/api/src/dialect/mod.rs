@@ -10,15 +10,18 @@
 
 mod anthropic;
 mod openai;
+mod responses;
 mod translation;
+mod turns;
 
 pub(crate) use anthropic::Messages;
 pub(crate) use openai::{Chat, Completions};
+pub(crate) use responses::{INCLUDES as RESPONSE_INCLUDES, Responses};
 
 use crate::ApiConfig;
 use crate::answer::{Form, Label};
 use crate::openapi::fields::FieldTable;
-use crate::request::{Call, Names, policy::FieldPolicy};
+use crate::request::{Call, Endpoint, Names, policy::FieldPolicy, validate};
 use lockstep_core::Refusal;
 use serde_json::{Map, Value};
 
@@ -33,8 +36,18 @@ pub(crate) trait Dialect: 'static {
     /// What of the request only the answer's form needs.
     type Echo: Send;
 
-    /// Reads a request. Refusals may name fields as OpenAI does; `NAMES` is applied to them.
+    /// Reads a request: checks its fields, translates it, and has it [`validated`](Self::validated). Refusals
+    /// name fields as the client does.
     fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, Self::Echo), Refusal>;
+
+    /// The call that a translated request is, or a refusal in the client's words.
+    fn validated(
+        endpoint: Endpoint,
+        translated: &Map<String, Value>,
+        reading: &Reading<'_>,
+    ) -> Result<Call, Refusal> {
+        validate(endpoint, translated, reading.config).map_err(|refusal| Self::NAMES.in_their_terms(refusal))
+    }
 
     /// How the answer to `call` is written. The requests of `call` are under way already.
     fn form(label: Label, call: &Call, echo: Self::Echo) -> Box<dyn Form>;

@@ -38,7 +38,7 @@ fn count() -> Value {
 /// Every answer's schema, by name. `model` is the served name.
 pub(super) fn schemas(model: &str) -> Map<String, Value> {
     let mut all = Map::new();
-    for group in [common(model), chat(), completions(), anthropic(), about_the_server()] {
+    for group in [common(model), chat(), completions(), responses(), anthropic(), about_the_server()] {
         all.extend(group.as_object().cloned().unwrap_or_default());
     }
     all
@@ -176,6 +176,51 @@ fn timing() -> Value {
     )
 }
 
+fn responses() -> Value {
+    let kind = |name: &str| json!({"const": name});
+    let status = json!({"enum": ["in_progress", "completed", "incomplete"]});
+    let top =
+        object(json!({"token": text(), "logprob": {"type": "number"}, "bytes": list(count())}), json!({}));
+    let mut token = top.clone();
+    token["properties"]["top_logprobs"] = list(top);
+    let part = object(
+        json!({"type": kind("output_text"), "text": text(), "annotations": list(json!({})), "logprobs": list(token)}),
+        json!({}),
+    );
+    let thought = object(json!({"type": kind("reasoning_text"), "text": text()}), json!({}));
+    let item = json!({"anyOf": [
+        object(json!({"id": text(), "type": kind("message"), "status": status, "role": kind("assistant"),
+            "content": list(part)}), json!({})),
+        object(json!({"id": text(), "type": kind("reasoning"), "status": status, "summary": list(json!({})),
+            "content": list(thought)}), json!({})),
+        object(json!({"id": text(), "type": kind("function_call"), "status": status, "call_id": text(),
+            "name": text(), "arguments": text()}), json!({})),
+    ]});
+    let usage = object(
+        json!({
+            "input_tokens": count(),
+            "input_tokens_details":
+                object(json!({"cached_tokens": count(), "cache_write_tokens": count()}), json!({})),
+            "output_tokens": count(),
+            "output_tokens_details": object(json!({"reasoning_tokens": count()}), json!({})),
+            "total_tokens": count(),
+        }),
+        json!({}),
+    );
+    let error = object(json!({"code": text(), "message": text()}), json!({}));
+    // Open: the fields of the request follow.
+    let response = json!({"type": "object", "properties": {
+        "id": text(), "object": kind("response"), "created_at": count(),
+        "status": {"enum": ["in_progress", "completed", "incomplete", "failed"]}, "error": or_null(error),
+        "incomplete_details": or_null(object(json!({"reason": kind("max_output_tokens")}), json!({}))),
+        "model": of("ServedModel"), "output": list(item), "usage": or_null(usage), "store": {"const": false},
+    }, "required": ["id", "object", "created_at", "status", "error", "incomplete_details", "model", "output",
+        "usage"]});
+    let event = json!({"type": "object", "properties": {"type": text(), "sequence_number": count()},
+        "required": ["type", "sequence_number"]});
+    json!({"Response": response, "ResponseEvent": event})
+}
+
 fn anthropic() -> Value {
     let kind = |name: &str| json!({"const": name});
     let error = object(json!({"type": text(), "message": text()}), json!({}));
@@ -184,7 +229,7 @@ fn anthropic() -> Value {
             "input_tokens": count(), "cache_creation_input_tokens": count(), "cache_read_input_tokens": count(),
             "output_tokens": count(),
         }),
-        json!({}),
+        json!({"output_tokens_details": object(json!({"thinking_tokens": count()}), json!({}))}),
     );
     let block = json!({"anyOf": [
         object(json!({"type": kind("text"), "text": text()}), json!({})),

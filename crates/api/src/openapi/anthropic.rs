@@ -31,8 +31,13 @@ const OWN: &[Field] = &[
     read("chat_template_kwargs", Object, "none", "as in a chat"),
 ];
 
-const WITHOUT_EFFECT: &[Field] =
-    &[ignored("metadata"), ignored("service_tier"), ignored("cache_control"), ignored("inference_geo")];
+const WITHOUT_EFFECT: &[Field] = &[
+    ignored("metadata"),
+    ignored("service_tier"),
+    ignored("cache_control"),
+    ignored("inference_geo"),
+    ignored("diagnostics"),
+];
 
 /// Fields with a meaning in Anthropic's own service, and OpenAI's names of what is called otherwise here.
 const UNSUPPORTED: &[Field] = &[
@@ -58,7 +63,7 @@ const CONVERSATION: shapes::Shape = shapes::Shape {
     schema: || {
         let message = json!({
             "type": "object",
-            "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": content()},
+            "properties": {"role": {"enum": ["user", "assistant"]}, "content": content()},
             "required": ["role", "content"],
         });
         json!({"type": "array", "minItems": 1, "items": message})

@@ -1,7 +1,7 @@
 //! The tables of `docs/api.md`, written from the same rows; a test holds the page against them.
 
 use super::fields::{Behaviour, Field, FieldTable};
-use super::{anthropic, requests};
+use super::{anthropic, requests, responses};
 use crate::routes::ROUTES;
 
 /// The page.
@@ -16,6 +16,8 @@ fn sections() -> Vec<(&'static str, String)> {
         ("endpoints", endpoints()),
         ("fields", fields(OPENAI)),
         ("unsupported", unsupported(OPENAI)),
+        ("fields of responses", own_fields(&responses::RESPONSES)),
+        ("unsupported in responses", own_unsupported(&responses::RESPONSES)),
         ("fields of messages", own_fields(&anthropic::MESSAGES)),
         ("unsupported in messages", own_unsupported(&anthropic::MESSAGES)),
     ]

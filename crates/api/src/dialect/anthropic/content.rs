@@ -2,10 +2,11 @@
 //!
 //! Turns of one role in a row are one turn, as there. The texts of blocks are joined by line feeds.
 
+use super::super::turns::{Turn, call};
 use crate::fields::{Fields, kind};
 use crate::request::policy::shorten;
 use lockstep_core::Refusal;
-use serde_json::{Map, Value, json};
+use serde_json::Value;
 use std::collections::HashMap;
 
 /// Between the texts of two blocks.
@@ -14,39 +15,9 @@ const BETWEEN_BLOCKS: &str = "\n";
 /// A chat in the making.
 #[derive(Debug, Default)]
 struct Chat {
-    messages: Vec<Turn>,
+    turns: Vec<Turn>,
     /// Names of the tools called so far, by the id of the call.
     called: HashMap<String, String>,
-}
-
-/// One message for the chat template.
-#[derive(Debug, Default)]
-struct Turn {
-    role: &'static str,
-    texts: Vec<String>,
-    reasoning: Vec<String>,
-    calls: Vec<Value>,
-    /// What a tool message says of its call.
-    answers: Option<(String, String)>,
-}
-
-impl Turn {
-    fn json(self) -> Value {
-        let mut map = Map::new();
-        map.insert("role".into(), self.role.into());
-        map.insert("content".into(), self.texts.join(BETWEEN_BLOCKS).into());
-        if let Some((id, name)) = self.answers {
-            map.insert("tool_call_id".into(), id.into());
-            map.insert("name".into(), name.into());
-        }
-        if !self.reasoning.is_empty() {
-            map.insert("reasoning_content".into(), self.reasoning.join(BETWEEN_BLOCKS).into());
-        }
-        if !self.calls.is_empty() {
-            map.insert("tool_calls".into(), self.calls.into());
-        }
-        map.into()
-    }
 }
 
 /// The chat of `system` and `messages`, and whether its last message is the beginning of the answer.
@@ -60,7 +31,7 @@ pub(super) fn messages(fields: &Fields<'_>) -> Result<(Value, bool), Refusal> {
     let mut chat = Chat::default();
     if let Some(system) = fields.get("system") {
         let texts = texts(fields, "system", system)?;
-        chat.messages.push(Turn { role: "system", texts, ..Turn::default() });
+        chat.turns.push(Turn { texts, ..Turn::of("system") });
     }
     for (index, item) in list.iter().enumerate() {
         let path = format!("messages[{index}].");
@@ -70,13 +41,13 @@ pub(super) fn messages(fields: &Fields<'_>) -> Result<(Value, bool), Refusal> {
         };
         chat.message(&Fields::new(map, &path))?;
     }
-    let last = chat.messages.last().filter(|turn| turn.role == "assistant");
+    let last = chat.turns.last().filter(|turn| turn.role == "assistant");
     if last.is_some_and(|turn| !turn.calls.is_empty()) {
         let message = "ends with a tool_use; send its tool_result in a user message behind it";
         return Err(fields.invalid("messages", message));
     }
     let ends_open = last.is_some();
-    Ok((chat.messages.into_iter().map(Turn::json).collect(), ends_open))
+    Ok((chat.turns.into_iter().map(|turn| turn.json(BETWEEN_BLOCKS)).collect(), ends_open))
 }
 
 impl Chat {
@@ -118,10 +89,10 @@ impl Chat {
 
     /// The turn that `role` has now: the last one, if it is its.
     fn turn(&mut self, role: &'static str) -> &mut Turn {
-        if self.messages.last().is_none_or(|turn| turn.role != role) {
-            self.messages.push(Turn { role, ..Turn::default() });
+        if self.turns.last().is_none_or(|turn| turn.role != role) {
+            self.turns.push(Turn::of(role));
         }
-        self.messages.last_mut().expect("invariant: a turn was pushed if there was none")
+        self.turns.last_mut().expect("invariant: a turn was pushed if there was none")
     }
 
     fn block(&mut self, role: &'static str, block: &Fields<'_>) -> Result<(), Refusal> {
@@ -159,8 +130,7 @@ impl Chat {
         let Some(input) = block.object("input")? else {
             return Err(block.invalid("input", "is required: the object that the tool was called with"));
         };
-        let call = json!({"id": id, "type": "function", "function": {"name": name, "arguments": input}});
-        self.turn("assistant").calls.push(call);
+        self.turn("assistant").calls.push(call(&id, &name, &input.clone().into()));
         self.called.insert(id, name);
         Ok(())
     }
@@ -181,7 +151,7 @@ impl Chat {
             let text = texts.join(BETWEEN_BLOCKS);
             texts = vec![format!("Error: {text}").trim_end().to_owned()];
         }
-        self.messages.push(Turn { role: "tool", texts, answers: Some((id, name)), ..Turn::default() });
+        self.turns.push(Turn { texts, answers: Some((id, name)), ..Turn::of("tool") });
         Ok(())
     }
 }

@@ -29,7 +29,7 @@ impl Message {
     }
 
     /// The message object; `end` is its stop reason and stop sequence.
-    fn json(&self, content: Vec<Value>, end: (Value, Value), usage: Usage) -> Value {
+    fn json(&self, content: Vec<Value>, end: (Value, Value), usage: Value) -> Value {
         json!({
             "id": self.id,
             "type": "message",
@@ -38,7 +38,7 @@ impl Message {
             "content": content,
             "stop_reason": end.0,
             "stop_sequence": end.1,
-            "usage": usage_json(usage),
+            "usage": usage,
         })
     }
 
@@ -58,15 +58,17 @@ impl Form for Message {
     }
 
     fn begin(&mut self, usage: Usage, out: &mut Frames) {
-        let message = self.json(Vec::new(), (Value::Null, Value::Null), usage);
+        let message = self.json(Vec::new(), (Value::Null, Value::Null), usage_json(usage));
         event(out, &json!({"type": "message_start", "message": message}));
     }
 
     fn part(&mut self, new: NewPart<'_>, out: &mut Frames) {
-        if self.told.add(new.part) {
-            if let Some(before) = self.block().checked_sub(1) {
-                stop_block(before, out);
-            }
+        let is_beginning = self.told.is_beginning(new.part);
+        if is_beginning && !self.told.sections.is_empty() {
+            stop_block(self.block(), out);
+        }
+        self.told.add(new.part);
+        if is_beginning {
             let block = match new.part {
                 Part::ReasoningDelta(_) => json!({"type": "thinking", "thinking": "", "signature": ""}),
                 Part::ToolCallStart { id, name, .. } => {
@@ -98,7 +100,7 @@ impl Form for Message {
         }
         let (reason, sequence) = end(finish);
         let delta = json!({"stop_reason": reason, "stop_sequence": sequence});
-        event(out, &json!({"type": "message_delta", "delta": delta, "usage": usage_json(finish.usage)}));
+        event(out, &json!({"type": "message_delta", "delta": delta, "usage": usage_of(finish)}));
     }
 
     fn end(&mut self, _usage: Usage, out: &mut Frames) {
@@ -109,9 +111,9 @@ impl Form for Message {
         out.event("error", &errors.json(refusal));
     }
 
-    fn whole(&mut self, choices: &[WholeChoice], usage: Usage) -> String {
+    fn whole(&mut self, choices: &[WholeChoice], _usage: Usage) -> String {
         let Some(WholeChoice { joined, finish, .. }) = choices.first() else { return String::new() };
-        self.json(joined.sections.iter().map(block_json).collect(), end(finish), usage).to_string()
+        self.json(joined.sections.iter().map(block_json).collect(), end(finish), usage_of(finish)).to_string()
     }
 }
 
@@ -146,6 +148,15 @@ fn end(finish: &Finish) -> (Value, Value) {
         (FinishReason::Stop, None) => "end_turn",
     };
     (json!(reason), Value::Null)
+}
+
+/// The counts of an answer that has ended.
+fn usage_of(finish: &Finish) -> Value {
+    let mut usage = usage_json(finish.usage);
+    if finish.reasoning_tokens > 0 {
+        usage["output_tokens_details"] = json!({"thinking_tokens": finish.reasoning_tokens});
+    }
+    usage
 }
 
 /// Prompt tokens that were in the cache are counted apart.

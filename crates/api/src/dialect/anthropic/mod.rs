@@ -11,7 +11,7 @@ mod request;
 use super::{Dialect, Reading};
 use crate::answer::{Form, Label};
 use crate::openapi::{anthropic, fields::FieldTable};
-use crate::request::{Call, Endpoint, Names, validate};
+use crate::request::{Call, Endpoint, Names};
 use form::Message;
 use lockstep_core::Refusal;
 use serde_json::{Map, Value};
@@ -38,7 +38,7 @@ impl Dialect for Messages {
         let config = reading.config;
         reading.policy.check(&Self::FIELDS, &body, config.strict_api)?;
         let translated = request::translate(&body, config, request::Length::Required)?;
-        Ok((validate(Endpoint::Chat, &translated, config)?, ()))
+        Ok((Self::validated(Endpoint::Chat, &translated, reading)?, ()))
     }
 
     fn form(label: Label, _call: &Call, (): ()) -> Box<dyn Form> {

@@ -23,14 +23,15 @@ pub(super) struct ChatLogprobs {
     refusal: (),
 }
 
-#[derive(serde::Serialize)]
-struct ChatToken {
+/// A token of a chat answer; the same in responses.
+#[derive(Clone, Debug, serde::Serialize)]
+pub(crate) struct ChatToken {
     #[serde(flatten)]
     token: ChatAlternative,
     top_logprobs: Vec<ChatAlternative>,
 }
 
-#[derive(serde::Serialize)]
+#[derive(Clone, Debug, serde::Serialize)]
 struct ChatAlternative {
     token: String,
     logprob: Option<f32>,
@@ -81,9 +82,7 @@ impl LogprobsBody {
         offset: &mut TextOffset,
     ) -> Self {
         match endpoint {
-            Endpoint::Chat => {
-                Self::Chat(ChatLogprobs { content: tokens.iter().map(chat_token).collect(), refusal: () })
-            }
+            Endpoint::Chat => Self::Chat(ChatLogprobs { content: chat_tokens(tokens), refusal: () }),
             Endpoint::Completions => {
                 let texts = || tokens.iter().map(|t| completions_text(&t.token));
                 Self::Completions(CompletionsLogprobs {
@@ -95,6 +94,11 @@ impl LogprobsBody {
             }
         }
     }
+}
+
+/// The tokens of a chat answer.
+pub(crate) fn chat_tokens(tokens: &[TextLogprobs]) -> Vec<ChatToken> {
+    tokens.iter().map(chat_token).collect()
 }
 
 fn chat_token(token: &TextLogprobs) -> ChatToken {

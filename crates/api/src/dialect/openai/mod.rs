@@ -7,10 +7,12 @@
 mod logprobs;
 mod shape;
 
+pub(super) use logprobs::{ChatToken, chat_tokens};
+
 use super::{Dialect, Reading};
 use crate::answer::{Form, Label};
 use crate::openapi::{fields::FieldTable, requests};
-use crate::request::{Call, Endpoint, Names, validate};
+use crate::request::{Call, Endpoint, Names};
 use lockstep_core::Refusal;
 use serde_json::{Map, Value};
 use shape::Head;
@@ -30,7 +32,7 @@ impl Dialect for Chat {
 
     fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, ()), Refusal> {
         reading.policy.check(&Self::FIELDS, &body, reading.config.strict_api)?;
-        Ok((validate(Endpoint::Chat, &body, reading.config)?, ()))
+        Ok((Self::validated(Endpoint::Chat, &body, reading)?, ()))
     }
 
     fn form(label: Label, call: &Call, (): ()) -> Box<dyn Form> {
@@ -45,7 +47,7 @@ impl Dialect for Completions {
 
     fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, ()), Refusal> {
         reading.policy.check(&Self::FIELDS, &body, reading.config.strict_api)?;
-        Ok((validate(Endpoint::Completions, &body, reading.config)?, ()))
+        Ok((Self::validated(Endpoint::Completions, &body, reading)?, ()))
     }
 
     fn form(label: Label, call: &Call, (): ()) -> Box<dyn Form> {
