@@ -18,6 +18,8 @@ pub type Result<T> = std::result::Result<T, ControlError>;
 pub enum Wait {
     /// There is work: take what is there.
     No,
+    /// Nothing to do, but something is being prepared: sleep for a moment, or until a message arrives.
+    Briefly,
     /// Nothing to do: sleep until a message arrives.
     UntilMessage,
 }

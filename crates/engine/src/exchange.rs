@@ -9,16 +9,18 @@ use crate::{EngineError, Result};
 use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_scheduler::StepDigest;
 
-/// Bytes each rank contributes: six little-endian u64 (messages, stamp, digest words).
-pub const RECORD_BYTES: usize = 48;
+/// Bytes each rank contributes: seven little-endian u64 (messages, stamp, prepared, digest words).
+pub const RECORD_BYTES: usize = 56;
 
-/// What rank 0 decides for everyone; other ranks pass zeros.
+/// What rank 0 decides for everyone (other ranks pass zeros), and what every rank reports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Announcement {
     /// Broadcasts that belong to this step.
     pub messages: u32,
     /// Rank 0's clock, the only one that schedulers see.
     pub stamp_ms: u64,
+    /// Grammars that this rank has prepared; in the answer, the least of all ranks.
+    pub prepared: u64,
 }
 
 /// The per-step agreement of one rank.
@@ -32,7 +34,8 @@ impl Exchange {
         Self { received: vec![0; RECORD_BYTES * size] }
     }
 
-    /// Rank 0 announces; everyone compares digests. Returns rank 0's announcement.
+    /// Rank 0 announces; everyone compares digests. Returns rank 0's announcement, with what all ranks have
+    /// prepared.
     ///
     /// **Collective: all ranks of the replica, once per step.**
     pub fn agree(
@@ -44,8 +47,10 @@ impl Exchange {
     ) -> Result<Announcement> {
         group.all_gather(&encode(mine, digest), &mut self.received, patience)?;
         let (records, _) = self.received.as_chunks::<RECORD_BYTES>();
+        let mut prepared = mine.prepared;
         for (rank, record) in records.iter().enumerate() {
-            let (_, theirs) = decode(record);
+            let (announced, theirs) = decode(record);
+            prepared = prepared.min(announced.prepared);
             if let Some(field) = digest.first_difference(&theirs) {
                 return Err(EngineError::Diverged(format!(
                     "ranks diverged at step {}: rank {rank} disagrees with rank {} about {field} ({:x?} against \
@@ -57,13 +62,15 @@ impl Exchange {
                 )));
             }
         }
-        Ok(records.first().map_or(mine, |primary| decode(primary).0))
+        let primary = records.first().map_or(mine, |primary| decode(primary).0);
+        Ok(Announcement { prepared, ..primary })
     }
 }
 
 fn encode(announcement: Announcement, digest: &StepDigest) -> [u8; RECORD_BYTES] {
     let [step, plan, pages, tokens] = digest.to_words();
-    let words = [u64::from(announcement.messages), announcement.stamp_ms, step, plan, pages, tokens];
+    let Announcement { messages, stamp_ms, prepared } = announcement;
+    let words = [u64::from(messages), stamp_ms, prepared, step, plan, pages, tokens];
     let mut record = [0; RECORD_BYTES];
     for (slot, word) in record.as_chunks_mut::<8>().0.iter_mut().zip(words) {
         *slot = word.to_le_bytes();
@@ -76,8 +83,8 @@ fn decode(record: &[u8; RECORD_BYTES]) -> (Announcement, StepDigest) {
     for (word, bytes) in words.iter_mut().zip(record.as_chunks::<8>().0) {
         *word = u64::from_le_bytes(*bytes);
     }
-    let [messages, stamp_ms, digest @ ..] = words;
-    (Announcement { messages: messages as u32, stamp_ms }, StepDigest::from_words(digest))
+    let [messages, stamp_ms, prepared, digest @ ..] = words;
+    (Announcement { messages: messages as u32, stamp_ms, prepared }, StepDigest::from_words(digest))
 }
 
 #[cfg(test)]
@@ -113,9 +120,11 @@ mod tests {
     #[test]
     fn rank_0_announces_and_a_difference_is_named() {
         let digest = StepDigest { step: 7, plan_hash: 1, page_hash: 2, token_hash: 3 };
-        let mine = Announcement { messages: 5, stamp_ms: 1 << 40 };
-        let mut group = Pair { other: encode(Announcement::default(), &digest) };
-        assert_eq!(Exchange::new(2).agree(&mut group, mine, &digest, Patience::Idle).unwrap(), mine);
+        let mine = Announcement { messages: 5, stamp_ms: 1 << 40, prepared: 3 };
+        let theirs = Announcement { prepared: 2, ..Announcement::default() };
+        let mut group = Pair { other: encode(theirs, &digest) };
+        let agreed = Exchange::new(2).agree(&mut group, mine, &digest, Patience::Idle).unwrap();
+        assert_eq!(agreed, Announcement { prepared: 2, ..mine });
         let other = StepDigest { page_hash: 9, token_hash: 8, ..digest };
         group.other = encode(Announcement::default(), &other);
         let message =

@@ -10,6 +10,8 @@
 //! | [`histories`] | what sampling remembers of a request |
 //! | [`logprobs`] | log-probabilities |
 //! | [`masks`] | grammars, beside the forward pass |
+//! | [`grammars`] | grammars, prepared beside the steps |
+//! | [`gate`] | where requests wait for that |
 //! | [`sampler`] | the next token, counter-based |
 //! | [`memory`] | how many KV pages fit, agreed over ranks |
 //! | [`exchange`] | per-step message count and digest |
@@ -25,6 +27,8 @@ pub mod config;
 pub mod control;
 pub mod exchange;
 pub mod flight;
+mod gate;
+mod grammars;
 mod histories;
 pub mod links;
 mod logits;

@@ -20,6 +20,9 @@ const MESSAGES_PER_STEP_MAX: usize = 256;
 /// How often an idle rank 0 offers again what a slow receiver did not take.
 const BACKLOG_PAUSE: Duration = Duration::from_millis(10);
 
+/// How long [`Wait::Briefly`] is.
+const BRIEF_PAUSE: Duration = Duration::from_millis(2);
+
 /// Names of a replica's links.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RankLinks {
@@ -97,6 +100,9 @@ impl Primary for ZmqPrimary {
 
     fn receive(&mut self, wait: Wait, into: &mut Vec<ToScheduler>) -> Result<()> {
         self.flush()?;
+        if wait == Wait::Briefly {
+            into.extend(self.inbox.recv(Some(BRIEF_PAUSE))?);
+        }
         while wait == Wait::UntilMessage && into.is_empty() {
             // With results still waiting for a slow receiver, look after them from time to time.
             let pause = (!self.is_flushed()).then_some(BACKLOG_PAUSE);

@@ -5,9 +5,10 @@
 //! (from the logits as they are), then allowed tokens, the grammar or end tokens before `min_tokens`, bias,
 //! penalties, and the sampler.
 
+use crate::grammars::GrammarSource;
 use crate::histories::Histories;
 use crate::logprobs::Distribution;
-use crate::masks::{GrammarSource, MaskJob};
+use crate::masks::MaskJob;
 use crate::sampler::{Sampler, argmax};
 use crate::{EngineError, Result};
 use lockstep_comm::collective::Collective;
@@ -95,11 +96,16 @@ impl LogitsReader {
         self.grammars.begin(vocabulary, self.vocab_size, self.eos_tokens.clone());
     }
 
+    /// Where grammars are prepared.
+    pub(crate) fn grammars(&mut self) -> &mut GrammarSource {
+        &mut self.grammars
+    }
+
     /// Takes in what `plan` tells of its requests; the masks that [`choose`](Self::choose) will need, to be
     /// computed meanwhile.
-    pub(crate) fn begin<'a>(&'a mut self, plan: &'a StepPlan) -> (&'a mut GrammarSource, Vec<MaskJob<'a>>) {
+    pub(crate) fn begin<'a>(&'a mut self, plan: &'a StepPlan) -> (&'a GrammarSource, Vec<MaskJob<'a>>) {
         self.histories.begin(&plan.rows);
-        (&mut self.grammars, self.histories.mask_jobs(&plan.rows))
+        (&self.grammars, self.histories.mask_jobs(&plan.rows))
     }
 
     /// Columns of a row that are tokens of the model.

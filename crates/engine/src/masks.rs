@@ -4,64 +4,13 @@
 //! computes. They are spread over a few threads of their own: with a large vocabulary one mask takes up to half
 //! a millisecond. Every rank computes every mask.
 
+use crate::grammars::GrammarSource;
 use lockstep_core::{Grammar, TokenId};
-use lockstep_grammar::{GrammarError, Grammars, Matcher};
-use lockstep_wire::Vocabulary;
-use std::thread::{JoinHandle, Scope};
+use lockstep_grammar::Matcher;
+use std::thread::Scope;
 
 /// Threads that compute masks beside a forward pass, at most.
 const MASK_THREADS_MAX: usize = 4;
-
-/// Where matchers come from: built on a thread of its own from the vocabulary, once, since that takes half a
-/// second for a large one.
-#[derive(Default)]
-pub(crate) enum GrammarSource {
-    /// No vocabulary has come.
-    #[default]
-    Empty,
-    /// Being built.
-    Building(JoinHandle<Result<Grammars, GrammarError>>),
-    /// Ready.
-    Ready(Box<Grammars>),
-    /// Every grammar ends its answer at once; the reason has been logged.
-    Failed,
-}
-
-impl GrammarSource {
-    /// Starts building, unless a vocabulary came before: tokenizers all send the same.
-    pub(crate) fn begin(&mut self, vocabulary: Vocabulary, vocab_size: usize, eos_tokens: Vec<TokenId>) {
-        if !matches!(self, GrammarSource::Empty) {
-            return;
-        }
-        let build = move || Grammars::new(&vocabulary, vocab_size, &eos_tokens);
-        *self = match std::thread::Builder::new().name("grammars".into()).spawn(build) {
-            Ok(handle) => GrammarSource::Building(handle),
-            Err(error) => Self::failed(&error.to_string()),
-        };
-    }
-
-    /// A matcher for `grammar`; waits for a vocabulary that is being built.
-    fn matcher(&mut self, grammar: &Grammar) -> Matcher {
-        if matches!(self, GrammarSource::Building(_))
-            && let GrammarSource::Building(handle) = std::mem::take(self)
-        {
-            *self = match handle.join() {
-                Ok(Ok(grammars)) => GrammarSource::Ready(Box::new(grammars)),
-                Ok(Err(error)) => Self::failed(&error.to_string()),
-                Err(_) => Self::failed("the thread that prepares it panicked"),
-            };
-        }
-        match self {
-            GrammarSource::Ready(grammars) => grammars.matcher(grammar),
-            _ => Matcher::failed("the vocabulary is not usable for grammars"),
-        }
-    }
-
-    fn failed(reason: &str) -> Self {
-        tracing::error!("the vocabulary cannot be prepared for structured output: {reason}");
-        GrammarSource::Failed
-    }
-}
 
 /// The place of one request's matcher.
 #[derive(Default)]
@@ -99,7 +48,7 @@ pub(crate) struct MaskJob<'a> {
 /// do not exist yet (new requests, and retracted ones) are made first, on one thread, in order.
 pub(crate) fn compute<'scope, 'env>(
     scope: &'scope Scope<'scope, 'env>,
-    source: &'scope mut GrammarSource,
+    source: &'scope GrammarSource,
     jobs: Vec<MaskJob<'scope>>,
 ) {
     if jobs.is_empty() {

@@ -11,6 +11,7 @@
 use crate::control::{Follower, Outgoing, Primary, Wait};
 use crate::exchange::{Announcement, Exchange};
 use crate::flight::{FlightRecorder, request_of};
+use crate::gate::GrammarGate;
 use crate::runner::Runner;
 use crate::timing::Timings;
 use crate::{EngineError, Result};
@@ -69,6 +70,10 @@ struct LoopState {
     /// Of the steps read since results were last sent.
     logprobs: Vec<(RequestId, StepLogprobs)>,
     freed: Vec<PageId>,
+    /// Looked at on rank 0 only.
+    gate: GrammarGate,
+    /// Grammars that all ranks had prepared at the last agreement.
+    prepared: u64,
     stopping: bool,
 }
 
@@ -146,12 +151,20 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         let mut inbox = std::mem::take(&mut self.state.inbox);
         let mut stamp_ms = 0;
         if let Role::Primary(primary) = &mut self.role {
-            primary.receive(if idle { Wait::UntilMessage } else { Wait::No }, &mut inbox)?;
+            let wait = match (idle, self.state.gate.len()) {
+                (false, _) => Wait::No,
+                (true, 0) => Wait::UntilMessage,
+                (true, _) => Wait::Briefly,
+            };
+            primary.receive(wait, &mut inbox)?;
+            self.state.gate.pass(self.state.prepared, &mut inbox);
             stamp_ms = primary.now().as_millis() as u64;
             inbox.iter().try_for_each(|message| primary.publish(stamp_ms, message))?;
         }
-        let announced = Announcement { messages: inbox.len() as u32, stamp_ms };
+        let prepared = self.runner.grammars_prepared();
+        let announced = Announcement { messages: inbox.len() as u32, stamp_ms, prepared };
         let agreed = self.exchange.agree(&mut *self.group, announced, &self.scheduler.digest(), patience)?;
+        self.state.prepared = agreed.prepared;
         if let Role::Follower(follower) = &mut self.role {
             for _ in 0..agreed.messages {
                 inbox.push(follower.take()?.message);
@@ -177,6 +190,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
                 self.deliver(|| Outgoing::Info(Box::new(info)))?;
             }
             ToScheduler::Vocabulary(vocabulary) => self.runner.set_vocabulary(*vocabulary),
+            ToScheduler::Prepare(grammar) => self.runner.prepare_grammar(*grammar),
             ToScheduler::WriteFlight { query } => self.write_flight(query)?,
             ToScheduler::Shutdown => self.state.stopping = true,
         }
@@ -292,7 +306,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
             pages_free: counters.pages_free,
             pages_cached: counters.pages_cached,
             pages_held: counters.pages_held,
-            waiting: counters.waiting,
+            waiting: counters.waiting + self.state.gate.len(),
             running: counters.running,
             draining: counters.draining,
             totals: EngineTotals {

@@ -5,7 +5,7 @@ use crate::masks;
 use crate::{EngineError, Result};
 use lockstep_backend::{AttentionBatch, AttentionRow, Backend};
 use lockstep_comm::collective::Collective;
-use lockstep_core::{PageId, RequestId, StepId, TokenId};
+use lockstep_core::{Grammar, PageId, RequestId, StepId, TokenId};
 use lockstep_model::{Decoder, ForwardInput, Workspace};
 use lockstep_scheduler::{RowInput, StepPlan};
 use lockstep_wire::{StepLogprobs, Vocabulary};
@@ -23,6 +23,14 @@ pub trait Runner {
     fn take_logprobs(&mut self, _into: &mut Vec<(RequestId, StepLogprobs)>) {}
     /// The model's vocabulary, before the first request with a grammar.
     fn set_vocabulary(&mut self, _vocabulary: Vocabulary) {}
+    /// Begins to prepare a grammar, beside the steps. Requests with it are planned only once all ranks have
+    /// prepared it.
+    fn prepare_grammar(&mut self, _grammar: Grammar) {}
+    /// How many grammars are prepared, of those that [`prepare_grammar`](Self::prepare_grammar) was called with;
+    /// the default has nothing to prepare.
+    fn grammars_prepared(&mut self) -> u64 {
+        u64::MAX
+    }
     /// Makes the content of freed pages unusable, so that whoever still reads them is found out. Called
     /// between plan and launch, and only when the scheduler tracks freed pages; they may already belong to
     /// a row of the plan about to be launched. Does nothing unless implemented.
@@ -229,6 +237,14 @@ impl<B: Backend> Runner for ModelRunner<B> {
 
     fn set_vocabulary(&mut self, vocabulary: Vocabulary) {
         self.logits.set_vocabulary(vocabulary);
+    }
+
+    fn prepare_grammar(&mut self, grammar: Grammar) {
+        self.logits.grammars().prepare(grammar);
+    }
+
+    fn grammars_prepared(&mut self) -> u64 {
+        self.logits.grammars().prepared()
     }
 
     fn take_logprobs(&mut self, into: &mut Vec<(RequestId, StepLogprobs)>) {

@@ -52,7 +52,7 @@ fn prepare(bencher: Bencher) {
 /// Masks of a whole document for 32 requests; divide by its 70 steps.
 #[divan::bench(sample_count = 10)]
 fn document_of_32_requests(bencher: Bencher) {
-    let mut grammars = grammars();
+    let grammars = grammars();
     let tokens: Vec<TokenId> = DOCUMENT.bytes().map(TokenId::from).collect();
     let grammar = Grammar::JsonSchema(SCHEMA.into());
     bencher

@@ -7,9 +7,11 @@
 //! **Invariants**
 //! - A mask is a function of the vocabulary, the grammar and the tokens so far: equal on every rank, in every
 //!   batch and after a retraction. Matchers share no caches, since their fill would decide where a budget ends.
+//! - A grammar's cost is bounded before it is compiled ([`limits`]) and, per mask, by budgets of `llguidance`.
 //! - A grammar that fails while it runs (a budget of `llguidance` is used up) ends its own answer; it is never
 //!   an error of the server.
 
+mod limits;
 mod matcher;
 mod vocabulary;
 
@@ -25,8 +27,12 @@ use lockstep_core::Grammar;
 #[error("{0}")]
 pub struct GrammarError(String);
 
-/// Longest source of a grammar in bytes.
-const SOURCE_BYTES_MAX: usize = 1 << 20;
+/// What compiling a grammar's regular expressions may cost; some 50,000 a millisecond.
+const LEXER_FUEL: u64 = 500_000;
+/// Items of one row of the parser: an optional property makes up to five, and 400 must pass.
+const ROW_ITEMS_MAX: usize = 4_000;
+/// Stack of a compilation, which recurses over a grammar; reserved, not used, by ordinary ones.
+const COMPILE_STACK_BYTES: usize = 32 << 20;
 /// Characters of the library's explanation that are passed on.
 const REASON_CHARS_MAX: usize = 500;
 
@@ -34,39 +40,45 @@ const REASON_CHARS_MAX: usize = 500;
 fn factory(env: &llguidance::toktrie::TokEnv) -> Result<ParserFactory, GrammarError> {
     let mut factory = ParserFactory::new_simple(env).map_err(|e| GrammarError(e.to_string()))?;
     factory.quiet();
-    factory.limits_mut().verbose_errors = false;
+    let limits = factory.limits_mut();
+    limits.verbose_errors = false;
+    // Half of the default, which lets a hostile grammar compile for half a second before it is refused.
+    limits.initial_lexer_fuel = LEXER_FUEL;
+    limits.max_items_in_row = ROW_ITEMS_MAX;
     Ok(factory)
 }
 
+/// Compiles `grammar`, on a thread of its own for its stack; the caller waits.
 fn compile(factory: &ParserFactory, grammar: &Grammar) -> Result<TokenParser, GrammarError> {
     let source = source(grammar)?;
-    // The library promises errors, but a grammar comes from a client: a panic must cost its request only.
-    let parser = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| factory.create_parser(source)));
-    match parser {
-        Ok(Ok(parser)) => Ok(parser),
-        Ok(Err(error)) => Err(GrammarError(shorten(&error.to_string()))),
-        Err(_) => Err(GrammarError("the grammar library gave up on it; simplify it".into())),
-    }
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("grammar".into()).stack_size(COMPILE_STACK_BYTES);
+        let spawned = thread.spawn_scoped(scope, || factory.create_parser(source));
+        let compiling = spawned.map_err(|e| GrammarError(format!("no thread can be started for it: {e}")))?;
+        match compiling.join() {
+            Ok(Ok(parser)) => Ok(parser),
+            Ok(Err(error)) => Err(GrammarError(shorten(&error.to_string()))),
+            // The library promises errors, but a grammar comes from a client: a panic must cost its request only.
+            Err(_) => Err(GrammarError("the grammar library gave up on it; simplify it".into())),
+        }
+    })
 }
 
 fn source(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
-    let len = match grammar {
-        Grammar::JsonObject => 0,
-        Grammar::JsonSchema(text) | Grammar::Regex(text) | Grammar::Lark(text) => text.len(),
-        Grammar::Choice(texts) => texts.iter().map(String::len).sum(),
-    };
-    if len > SOURCE_BYTES_MAX {
-        return Err(GrammarError(format!("it has {len} bytes, accepted are {SOURCE_BYTES_MAX}")));
-    }
+    limits::check_size(grammar)?;
     Ok(match grammar {
         Grammar::JsonObject => TopLevelGrammar::from_json_schema(serde_json::json!({"type": "object"})),
         Grammar::JsonSchema(text) => {
             let schema =
                 serde_json::from_str(text).map_err(|e| GrammarError(format!("it is not JSON: {e}")))?;
+            limits::check_schema(&schema)?;
             TopLevelGrammar::from_json_schema(schema)
         }
         Grammar::Regex(pattern) => TopLevelGrammar::from_regex(pattern),
-        Grammar::Lark(text) => TopLevelGrammar::from_lark(text.clone()),
+        Grammar::Lark(text) => {
+            limits::check_lark(text)?;
+            TopLevelGrammar::from_lark(text.clone())
+        }
         Grammar::Choice(texts) => TopLevelGrammar::from_lark(choice(texts)),
     })
 }

@@ -48,7 +48,7 @@ fn a_choice_allows_its_texts_and_then_the_end() {
 fn a_rebuilt_matcher_allows_the_same() {
     let schema = r#"{"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "y"]}},
         "required": ["a", "b"], "additionalProperties": false}"#;
-    let mut grammars = grammars();
+    let grammars = grammars();
     let grammar = Grammar::JsonSchema(schema.into());
     let mut stepwise = grammars.matcher(&grammar);
     let text = r#"{"a":true,"b":"y"}"#;
@@ -97,9 +97,37 @@ fn grammars_are_checked_without_the_vocabulary() {
         Grammar::Regex("(".into()),
         Grammar::Lark("start: nowhere".into()),
         Grammar::Lark("start: <|nobody|>".into()),
-        Grammar::Regex("a".repeat(SOURCE_BYTES_MAX + 1)),
+        Grammar::Regex("a".repeat(limits::SOURCE_BYTES_MAX + 1)),
     ] {
         let error = checker.check(&bad).expect_err(&format!("{bad:?}")).to_string();
         assert!(!error.is_empty() && error.len() < 4 * REASON_CHARS_MAX, "{error}");
     }
+}
+
+/// Each of these took minutes, or ended the process, before there were limits.
+#[test]
+fn hostile_grammars_cost_their_own_request_only() {
+    let checker = Checker::new(&vocabulary()).unwrap();
+    let properties: serde_json::Map<_, _> =
+        (0..10_000).map(|i| (format!("p{i}"), serde_json::json!({"type": "string"}))).collect();
+    let either = |i| serde_json::json!({"anyOf": [{"properties": {format!("a{i}"): {}}}, {"properties": {format!("b{i}"): {}}}]});
+    for hostile in [
+        serde_json::json!({"type": "object", "properties": properties}).to_string(),
+        serde_json::json!({"type": "integer", "multipleOf": 999_983}).to_string(),
+        serde_json::json!({"allOf": (0..10).map(either).collect::<Vec<_>>()}).to_string(),
+        "[".repeat(100_000),
+        format!("{{\"a\": {}1{}}}", "[".repeat(1000), "]".repeat(1000)),
+    ] {
+        checker.check(&Grammar::JsonSchema(hostile)).unwrap_err();
+    }
+    let nested = format!("start: {}\"a\"{}", "(".repeat(50_000), ")".repeat(50_000));
+    checker.check(&Grammar::Lark(nested)).unwrap_err();
+    checker.check(&Grammar::Regex(format!("{}a{}", "(".repeat(50_000), ")".repeat(50_000)))).unwrap_err();
+    // What the limits allow passes on a stack that is not the test's, and its masks need no deep one.
+    let properties: serde_json::Map<_, _> =
+        (0..400).map(|i| (format!("p{i}"), serde_json::json!({"type": "string"}))).collect();
+    let schema = serde_json::json!({"type": "object", "properties": properties});
+    let mut matcher = grammars().matcher(&Grammar::JsonSchema(schema.to_string()));
+    matcher.push(&bytes("{\"p7\":\"x\",\""));
+    assert_eq!(allowed(&mut matcher), [u32::from(b'p')]);
 }

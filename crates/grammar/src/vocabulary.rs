@@ -6,17 +6,18 @@ use llguidance::ParserFactory;
 use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 use lockstep_core::{Grammar, TokenId};
 use lockstep_wire::Vocabulary;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Fresh matchers kept for the next request with the same grammar, which then compiles nothing.
-const KEPT_MAX: usize = 16;
+const KEPT_MAX: usize = 64;
 
-/// Makes matchers for one vocabulary. Building it costs about half a second and tens of MB for 150,000 tokens, so
-/// it is done once, at the first grammar, off the rank's loop.
+/// Makes matchers for one vocabulary; shared between the thread that prepares grammars and the rank's loop.
+/// Building it costs about half a second and tens of MB for 150,000 tokens, so it is done once, at the first
+/// grammar, off the rank's loop.
 pub struct Grammars {
     factory: ParserFactory,
-    /// Most recently used last.
-    kept: Vec<(Grammar, Matcher)>,
+    /// Most recently used last. Locked for look-ups and copies only, never while something is compiled.
+    kept: Mutex<Vec<(Grammar, Matcher)>>,
 }
 
 /// Tells grammars that can be compiled from others. Needs none of a model's vocabulary but its special tokens,
@@ -66,22 +67,47 @@ impl Grammars {
         for (word, (bytes, is_special)) in words.iter_mut().zip(vocabulary.tokens()) {
             *word = if is_special { marked(bytes) } else { bytes.to_vec() };
         }
-        Ok(Self { factory: factory(&env(&words, eos_tokens))?, kept: Vec::new() })
+        Ok(Self { factory: factory(&env(&words, eos_tokens))?, kept: Mutex::default() })
     }
 
-    /// The matcher of a new request.
-    pub fn matcher(&mut self, grammar: &Grammar) -> Matcher {
-        if let Some(at) = self.kept.iter().position(|(other, _)| other == grammar) {
-            let kept = self.kept.remove(at);
-            let matcher = kept.1.fresh();
-            self.kept.push(kept);
+    /// Compiles `grammar`, if it is not kept already, and keeps it for [`matcher`](Self::matcher).
+    pub fn prepare(&self, grammar: &Grammar) {
+        if self.find(grammar).is_none() {
+            self.keep(grammar, Matcher::new(compile(&self.factory, grammar)));
+        }
+    }
+
+    /// The matcher of a new request: a copy of the kept one, else compiled now.
+    pub fn matcher(&self, grammar: &Grammar) -> Matcher {
+        if let Some(matcher) = self.find(grammar) {
             return matcher;
         }
         let matcher = Matcher::new(compile(&self.factory, grammar));
-        if self.kept.len() == KEPT_MAX {
-            self.kept.remove(0);
-        }
-        self.kept.push((grammar.clone(), matcher.fresh()));
+        self.keep(grammar, matcher.fresh());
         matcher
+    }
+
+    /// A copy of the kept matcher of `grammar`, which is the most recently used one from now on.
+    fn find(&self, grammar: &Grammar) -> Option<Matcher> {
+        let mut kept = self.kept();
+        let at = kept.iter().position(|(other, _)| other == grammar)?;
+        let found = kept.remove(at);
+        let matcher = found.1.fresh();
+        kept.push(found);
+        Some(matcher)
+    }
+
+    fn keep(&self, grammar: &Grammar, matcher: Matcher) {
+        let mut kept = self.kept();
+        // A thread that compiled the same meanwhile does not count twice.
+        kept.retain(|(other, _)| other != grammar);
+        if kept.len() == KEPT_MAX {
+            kept.remove(0);
+        }
+        kept.push((grammar.clone(), matcher));
+    }
+
+    fn kept(&self) -> MutexGuard<'_, Vec<(Grammar, Matcher)>> {
+        self.kept.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }

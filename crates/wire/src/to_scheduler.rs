@@ -1,7 +1,7 @@
 //! Messages to rank 0 of a replica, and through it to the scheduler of every rank.
 
 use crate::to_tokenizer::TextParams;
-use lockstep_core::{RequestId, SamplingParams, TokenId};
+use lockstep_core::{Grammar, RequestId, SamplingParams, TokenId};
 use serde::{Deserialize, Serialize};
 
 /// What rank 0 receives.
@@ -25,6 +25,9 @@ pub enum ToScheduler {
     /// The model's vocabulary; a tokenizer sends it before its first request with a grammar. The same from
     /// every tokenizer: ranks need the first only.
     Vocabulary(Box<Vocabulary>),
+    /// Begin to prepare a grammar; rank 0 makes it of a request with one, which follows once all ranks have
+    /// done so.
+    Prepare(Box<Grammar>),
     /// Forget all cached prefixes that no request holds.
     FlushCache,
     /// Stop after the running step; every rank exits with code 0.

@@ -74,6 +74,7 @@ fn to_scheduler() -> Vec<ToScheduler> {
         ToScheduler::Info { query: 3 },
         ToScheduler::FlushCache,
         ToScheduler::Vocabulary(Box::new(vocabulary)),
+        ToScheduler::Prepare(Box::new(Grammar::Choice(vec!["yes".into(), "no".into()]))),
         ToScheduler::Shutdown,
     ]
 }

@@ -203,6 +203,7 @@ fn changes_scheduler(message: &ToScheduler) -> bool {
         ToScheduler::Info { .. }
         | ToScheduler::WriteFlight { .. }
         | ToScheduler::Vocabulary(_)
+        | ToScheduler::Prepare(_)
         | ToScheduler::Shutdown => false,
     }
 }

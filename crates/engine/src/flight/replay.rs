@@ -143,6 +143,7 @@ impl Replay {
             ToScheduler::Info { .. }
             | ToScheduler::WriteFlight { .. }
             | ToScheduler::Vocabulary(_)
+            | ToScheduler::Prepare(_)
             | ToScheduler::Shutdown => {}
         }
     }
