@@ -180,6 +180,9 @@ fn penalties_biases_and_allowed_tokens_change_the_answer() {
     let first = served.fixture.expect.greedy_ids[0];
     let banned = words(json!({"logit_bias": {first.to_string(): -100}}));
     assert!(!banned.contains(&format!("w{first}")) && banned != plain, "{banned:?}");
+    let bad_words: Vec<String> = plain.iter().take(3).cloned().collect();
+    let without = words(json!({"bad_words": bad_words}));
+    assert!(without.len() == 24 && without.iter().all(|word| !bad_words.contains(word)), "{without:?}");
     let allowed = words(json!({"allowed_token_ids": [5, 6]}));
     assert!(allowed.len() == 24 && allowed.iter().all(|w| w == "w5" || w == "w6"), "{allowed:?}");
     // A penalty this strong forbids every repetition among the words with ordinary logits.

@@ -67,6 +67,13 @@ fn c2_stop_strings_span_tokens() {
         let got = both_ways(server, prompt, &json!({"stop": stop, "max_tokens": 16}));
         assert_eq!((got.0.as_str(), got.1.as_str()), (text, "stop"), "prompt {prompt}, stop {stop}");
     }
+    for (field, stop, text) in [("include_stop_str_in_output", "TOP", "STOP"), ("no_stop_trim", "T", "ST")] {
+        let got = both_ways(server, "D", &json!({"stop": stop, "max_tokens": 16, field: true}));
+        assert_eq!((got.0.as_str(), got.1.as_str()), (text, "stop"), "{field}");
+    }
+    // The prompt's last token decides what the chain says next.
+    let got = both_ways(server, "no matter D", &json!({"truncate_prompt_tokens": 1, "stop": "TOP"}));
+    assert_eq!(got.0, "S");
     // S, T, O, P were generated; one step more may have been on its way.
     let (_, _, tokens) = both_ways(server, "D", &json!({"stop": "TOP", "max_tokens": 16}));
     assert!((4..=5).contains(&tokens), "completion_tokens {tokens}");

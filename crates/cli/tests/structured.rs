@@ -60,6 +60,12 @@ fn answers_have_the_form_that_was_asked_for() {
         let (text_, finish) = text(server, "A", &with(json!({"regex": "[0-9]{3}-[a-c]+x"})));
         assert!(finish != "stop" || text_.ends_with('x'), "{text_}");
         assert!(text_[..3].bytes().all(|b| b.is_ascii_digit()) && text_.as_bytes()[3] == b'-', "{text_}");
+        let gbnf = json!({"ebnf": "root ::= \"<\" [a-c]{2} \">\""});
+        let (text_, finish) = text(server, "A", &with(gbnf));
+        assert!(
+            text_.len() == 4 && text_.starts_with('<') && text_.ends_with('>') && finish == "stop",
+            "{text_}"
+        );
         let lark = json!({"guided_grammar": "start: \"<\" word \">\"\nword: \"ab\" | \"cd\" word"});
         let (text_, _) = text(server, "A", &with(lark));
         assert!(text_.starts_with("<ab>") || text_.starts_with("<cd"), "{text_}");
@@ -128,23 +134,32 @@ fn bad_grammars_are_refused_before_anything_runs() {
     let served = serve("chain", 2);
     let server = &served.server;
     let before = server.info_number("steps");
+    // Compiling it would overflow a stack.
+    let wide: serde_json::Map<_, _> = (0..10_000).map(|i| (format!("p{i}"), json!({}))).collect();
     for stream in [false, true] {
         for extra in [
             json!({"regex": "("}),
             json!({"guided_grammar": "start: nowhere"}),
             json!({"guided_json": {"type": "alien"}}),
             json!({"json_schema": "{"}),
+            json!({"guided_json": {"properties": wide}}),
+            json!({"ebnf": "root ::= \"a\"{1,2}{"}),
             json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x",
                 "schema": {"$ref": "http://example.org/schema"}}}}),
         ] {
             let mut body = body(server, "A", &extra);
             body["stream"] = json!(stream);
             let refused = server.post(COMPLETIONS, &body);
+            let (field, error) =
+                (extra.as_object().expect("an object").keys().next(), &refused.json()["error"]);
             assert_eq!(
-                (refused.status, &refused.json()["error"]["code"]),
-                (400, &json!("invalid_grammar")),
-                "{extra}"
+                (refused.status, error["param"].as_str()),
+                (400, field.map(String::as_str)),
+                "{error}"
             );
+            if field.is_some_and(|name| name != "ebnf") {
+                assert_eq!(error["code"], "invalid_grammar", "{error}");
+            }
         }
     }
     assert_eq!(server.info_number("steps"), before, "no step was planned");

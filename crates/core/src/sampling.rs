@@ -39,6 +39,8 @@ pub struct SamplingParams {
     pub logit_bias: Vec<(TokenId, f32)>,
     /// Only these tokens may be chosen; `None` means all.
     pub allowed_token_ids: Option<Vec<TokenId>>,
+    /// The answer holds none of these token sequences.
+    pub bad_words: Vec<Vec<TokenId>>,
     /// Report the log-probability of each chosen token and of the so many most likely ones.
     pub logprobs: Option<u32>,
     /// The same for every token of the prompt but the first. Such a request reads no cached prefix.
@@ -73,17 +75,19 @@ impl SamplingParams {
         self.presence_penalty != 0.0 || self.frequency_penalty != 0.0 || self.repetition_penalty != 1.0
     }
 
+    /// Whether the choice of a token depends on the answer's tokens before it.
+    pub fn follows_output(&self) -> bool {
+        self.has_penalties() || self.grammar.is_some() || !self.bad_words.is_empty()
+    }
+
     /// Whether logits are changed before a token is chosen (apart from `min_tokens`).
     pub fn changes_logits(&self) -> bool {
-        self.has_penalties()
-            || !self.logit_bias.is_empty()
-            || self.allowed_token_ids.is_some()
-            || self.grammar.is_some()
+        self.follows_output() || !self.logit_bias.is_empty() || self.allowed_token_ids.is_some()
     }
 
     /// Whether the sampler must know the request's earlier tokens.
     pub fn needs_history(&self) -> bool {
-        self.has_penalties() || self.grammar.is_some() || self.prompt_logprobs.is_some()
+        self.follows_output() || self.prompt_logprobs.is_some()
     }
 }
 
@@ -106,6 +110,7 @@ impl Default for SamplingParams {
             repetition_penalty: 1.0,
             logit_bias: Vec::new(),
             allowed_token_ids: None,
+            bad_words: Vec::new(),
             logprobs: None,
             prompt_logprobs: None,
             grammar: None,

@@ -1,7 +1,7 @@
 //! What the sampler remembers of requests whose next token depends on their earlier ones.
 //!
-//! Lives in the model runner of every rank, for requests with penalties, a grammar or prompt log-probabilities
-//! only. The plan gives all tokens of such a request on its first row after each admission (also after a
+//! Lives in the model runner of every rank, for requests with penalties, bad words, a grammar or prompt
+//! log-probabilities only. The plan gives all tokens of such a request on its first row after each admission (also after a
 //! retraction); from then on the runner adds what it samples. So nothing is copied per step, and the state is
 //! a function of the request's tokens alone: equal on every rank and in every batch.
 
@@ -33,6 +33,10 @@ pub(crate) struct History {
     output_len: usize,
     /// Tokens that occur; only with penalties.
     seen: BTreeMap<TokenId, Seen>,
+    /// The newest tokens of the answer, as many as a bad word needs before its last one.
+    tail: Vec<TokenId>,
+    /// How many that are at most.
+    tail_len_max: usize,
     /// Of the prompt's tokens from the second on, as far as computed.
     prompt_logprobs: Vec<TokenLogprobs>,
 }
@@ -60,6 +64,8 @@ impl Histories {
                 matcher: MatcherSlot::default(),
                 output_len: told.tokens.len() - told.prompt_len,
                 seen: BTreeMap::new(),
+                tail: Vec::new(),
+                tail_len_max: row.sampling.bad_words.iter().map(|word| word.len() - 1).max().unwrap_or(0),
                 prompt_logprobs: Vec::new(),
             };
             if row.sampling.has_penalties() {
@@ -71,6 +77,7 @@ impl Histories {
                     history.seen.entry(token).or_default().in_output += 1;
                 }
             }
+            history.remember(&told.tokens[told.prompt_len..]);
             self.by_id.insert(row.id, history);
         }
     }
@@ -120,6 +127,23 @@ impl History {
         }
     }
 
+    /// Makes impossible the last token of each of `bad_words` whose other tokens the answer ends with.
+    pub(crate) fn ban(&self, bad_words: &[Vec<TokenId>], logits: &mut [f32]) {
+        for (last, before) in bad_words.iter().filter_map(|word| word.split_last()) {
+            if self.tail.ends_with(before)
+                && let Some(logit) = logits.get_mut(*last as usize)
+            {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+    }
+
+    /// `tokens` are the answer's newest.
+    fn remember(&mut self, tokens: &[TokenId]) {
+        self.tail.extend_from_slice(tokens);
+        self.tail.drain(..self.tail.len().saturating_sub(self.tail_len_max));
+    }
+
     /// Makes impossible what the request's grammar does not allow next.
     pub(crate) fn mask(&self, logits: &mut [f32], eos_tokens: &[TokenId]) {
         self.matcher.apply(logits, eos_tokens);
@@ -135,6 +159,7 @@ impl History {
         }
         self.output_len += 1;
         self.matcher.push(token);
+        self.remember(&[token]);
         if row.sampling.has_penalties() {
             self.seen.entry(token).or_default().in_output += 1;
         }
@@ -221,6 +246,31 @@ mod tests {
         };
         assert_eq!(penalised(&mut alone), penalised(&mut retracted));
         assert!(retracted.of(&again).unwrap().push(&row(&params, 3, None), 1).is_err(), "a gap is a bug");
+    }
+
+    #[test]
+    fn the_last_token_of_a_bad_word_is_banned_behind_the_others() {
+        let bad_words = vec![vec![3], vec![1, 2], vec![1, 1, 0]];
+        let params = Arc::new(SamplingParams { bad_words, ..SamplingParams::default() });
+        let banned = |histories: &mut Histories, row: &PlanRow| {
+            let mut logits = [0.0f32; 4];
+            histories.of(row).unwrap().ban(&params.bad_words, &mut logits);
+            (0..4).filter(|id| logits[*id as usize] < 0.0).collect::<Vec<TokenId>>()
+        };
+        let mut histories = Histories::default();
+        // The prompt's own tokens are no part of the answer.
+        let first = row(&params, 0, Some((&[1, 1], 2)));
+        histories.begin(std::slice::from_ref(&first));
+        assert_eq!(banned(&mut histories, &first), [3]);
+        for (index, (token, expected)) in
+            [(1, vec![2, 3]), (1, vec![0, 2, 3]), (0, vec![3])].into_iter().enumerate()
+        {
+            histories.of(&first).unwrap().push(&row(&params, index as u32, None), token).unwrap();
+            assert_eq!(banned(&mut histories, &first), expected, "after token {index}");
+        }
+        let again = row(&params, 2, Some((&[1, 1, 1, 1], 2)));
+        histories.begin(std::slice::from_ref(&again));
+        assert_eq!(banned(&mut histories, &again), [0, 2, 3], "after a retraction");
     }
 
     #[test]

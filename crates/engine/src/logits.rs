@@ -3,7 +3,7 @@
 //! A step in which every row takes the most likely token exchanges (logit, id) pairs only; otherwise whole rows
 //! of logits are gathered and every rank does the same with them. The order for one row: the log-probabilities
 //! (from the logits as they are), then allowed tokens, the grammar or end tokens before `min_tokens`, bias,
-//! penalties, and the sampler.
+//! penalties, bad words, and the sampler.
 
 use crate::grammars::GrammarSource;
 use crate::histories::Histories;
@@ -234,7 +234,7 @@ impl LogitsReader {
             false => &self.row,
         };
         let token = self.sampler.sample(logits, params, row.output_index);
-        if params.has_penalties() || params.grammar.is_some() {
+        if params.follows_output() {
             self.histories.of(row)?.push(row, token)?;
         }
         Ok(token)
@@ -268,6 +268,9 @@ impl LogitsReader {
         }
         if params.has_penalties() {
             self.histories.of(row)?.penalise(params, &mut self.adjusted);
+        }
+        if !params.bad_words.is_empty() {
+            self.histories.of(row)?.ban(&params.bad_words, &mut self.adjusted);
         }
         Ok(())
     }

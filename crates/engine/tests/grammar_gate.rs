@@ -27,8 +27,8 @@ struct Outside {
 struct Links(Rc<Outside>);
 
 impl Primary for Links {
-    fn now_ms(&self) -> u64 {
-        0
+    fn now(&self) -> Duration {
+        Duration::ZERO
     }
     fn receive(&mut self, wait: Wait, into: &mut Vec<ToScheduler>) -> Result<(), ControlError> {
         self.0.waits.borrow_mut().push(wait);

@@ -7,7 +7,7 @@ use crate::hf;
 use crate::pieces::Pieces;
 use crate::stream::RequestDecoder;
 use lockstep_core::{Refusal, TokenId};
-use lockstep_wire::{ChatMessages, Prompt, TextParams, TokenText, Vocabulary};
+use lockstep_wire::{ChatMessages, Prompt, TextParams, TokenText, TokenizeParams, Vocabulary};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
@@ -124,21 +124,64 @@ impl TextModel {
     /// what the model wants; transformers' `apply_chat_template` does the same). Ids are taken as they
     /// are. Refusals are 400s.
     pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<TokenId>, Refusal> {
-        match prompt {
+        self.encode_prompt_as(prompt, &TokenizeParams::default())
+    }
+
+    /// [`encode_prompt`](Self::encode_prompt) with the request's own wishes.
+    pub fn encode_prompt_as(
+        &self,
+        prompt: &Prompt,
+        params: &TokenizeParams,
+    ) -> Result<Vec<TokenId>, Refusal> {
+        let TokenizeParams { add_special_tokens, keep_last, .. } = *params;
+        let (ids, param) = match prompt {
             Prompt::Tokens(ids) => {
+                let ids = kept(ids.clone(), keep_last);
                 self.check_length(ids.len(), "prompt")?;
-                self.check_ids(ids)?;
-                self.check_not_empty(ids.clone(), "prompt")
+                self.check_ids(&ids)?;
+                (ids, "prompt")
             }
             Prompt::Text(text) => {
-                let ids = self.encode_bounded(text, true, "prompt")?;
-                self.check_not_empty(self.without_doubled_bos(ids, text), "prompt")
+                (self.encode_text(text, add_special_tokens != Some(false), params, "prompt")?, "prompt")
             }
             Prompt::Chat(chat) => {
                 let text = self.render_chat(chat)?;
-                self.check_not_empty(self.encode_bounded(&text, false, "messages")?, "messages")
+                (self.encode_text(&text, add_special_tokens == Some(true), params, "messages")?, "messages")
+            }
+        };
+        self.check_not_empty(ids, param)
+    }
+
+    /// The tokens of a prompt's text, fewer than the context holds.
+    fn encode_text(
+        &self,
+        text: &str,
+        add_special: bool,
+        params: &TokenizeParams,
+        param: &str,
+    ) -> Result<Vec<TokenId>, Refusal> {
+        let undoubled = |ids| if add_special { self.without_doubled_bos(ids, text) } else { ids };
+        if params.keep_last.is_none() {
+            return self.encode_bounded(text, add_special, param).map(undoubled);
+        }
+        self.check_bytes(text, param)?;
+        let ids = kept(undoubled(self.encode(text, add_special)?), params.keep_last);
+        self.check_length(ids.len(), param)?;
+        self.check_ids(&ids)?;
+        Ok(ids)
+    }
+
+    /// The token sequences that spell each of `words`, at the beginning of a text and behind a space.
+    pub fn encode_words(&self, words: &[String]) -> Result<Vec<Vec<TokenId>>, Refusal> {
+        let mut all = Vec::new();
+        for word in words.iter().map(|word| word.trim_start()).filter(|word| !word.is_empty()) {
+            for spelling in [word.to_owned(), format!(" {word}")] {
+                all.extend(Some(self.encode(&spelling, false)?).filter(|ids| !ids.is_empty()));
             }
         }
+        all.sort_unstable();
+        all.dedup();
+        Ok(all)
     }
 
     /// The prompt text of a chat. Refusals are 400s with the template's own message.
@@ -209,16 +252,22 @@ impl TextModel {
             if ids.len() > limit.saturating_add(slack) {
                 return Err(too_long(ids.len() - slack, false, self.context_max, param));
             }
-            let bytes_max = limit.saturating_mul(BYTES_PER_TOKEN_MAX).max(HEAD_BYTES_MIN);
-            if text.len() > bytes_max {
-                return Err(too_many_bytes(text.len(), bytes_max, self.context_max, param));
-            }
+            self.check_bytes(text, param)?;
         }
         let ids = self.encode(text, add_special)?;
         self.check_length(ids.len(), param)?;
         // A vocabulary larger than the model's embedding must not reach the embedding.
         self.check_ids(&ids)?;
         Ok(ids)
+    }
+
+    fn check_bytes(&self, text: &str, param: &str) -> Result<(), Refusal> {
+        let limit = self.context_max.saturating_sub(1);
+        let bytes_max = limit.saturating_mul(BYTES_PER_TOKEN_MAX).max(HEAD_BYTES_MIN);
+        match text.len() > bytes_max {
+            true => Err(too_many_bytes(text.len(), bytes_max, self.context_max, param)),
+            false => Ok(()),
+        }
     }
 
     fn check_length(&self, len: usize, param: &str) -> Result<(), Refusal> {
@@ -269,6 +318,13 @@ const BYTES_PER_TOKEN_MAX: usize = 32;
 /// Prompts of this many bytes are always encoded, so that a refusal can name their exact length; it
 /// takes a third of a second at most.
 const HEAD_BYTES_MIN: usize = 1 << 20;
+
+/// The last `keep_last` of `ids`.
+fn kept(mut ids: Vec<TokenId>, keep_last: Option<u32>) -> Vec<TokenId> {
+    let keep = keep_last.map_or(usize::MAX, |count| count as usize);
+    ids.drain(..ids.len().saturating_sub(keep));
+    ids
+}
 
 fn too_long(prompt_len: usize, is_exact: bool, context_max: usize, param: &str) -> Refusal {
     let mut refusal = Refusal::context_length(prompt_len, context_max);

@@ -27,4 +27,4 @@ pub use to_api::{
 pub use to_detokenizer::{Begin, StepLogprobs, ToDetokenizer, TokenLogprobs, TokenOut};
 pub use to_ranks::Broadcast;
 pub use to_scheduler::{SubmitRequest, ToScheduler, Vocabulary};
-pub use to_tokenizer::{ChatMessages, GenerateRequest, Prompt, TextParams, ToTokenizer};
+pub use to_tokenizer::{ChatMessages, GenerateRequest, Prompt, TextParams, ToTokenizer, TokenizeParams};

@@ -24,6 +24,8 @@ pub struct GenerateRequest {
     pub id: RequestId,
     /// What to continue.
     pub prompt: Prompt,
+    /// What else the tokenizer is asked.
+    pub tokenizing: TokenizeParams,
     /// How tokens are chosen.
     pub sampling: SamplingParams,
     /// How tokens become text.
@@ -32,6 +34,20 @@ pub struct GenerateRequest {
     pub cache_salt: Option<String>,
     /// Larger runs earlier; 0 is normal.
     pub priority: i32,
+}
+
+/// What a tokenizer does for a request besides finding the tokens of its prompt.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct TokenizeParams {
+    /// Add what the tokenizer's post-processor adds, mostly the beginning-of-text token. `None`: to a text, but
+    /// not to a chat, whose template writes what the model wants. Token ids stay as they are.
+    pub add_special_tokens: Option<bool>,
+    /// Keep the last so many tokens of the prompt; at least 1.
+    pub keep_last: Option<u32>,
+    /// What the answer must not hold; goes on as [`SamplingParams::bad_words`].
+    pub bad_words: Vec<String>,
+    /// The request's field that asked for [`SamplingParams::grammar`], for refusals.
+    pub grammar_field: String,
 }
 
 /// A prompt as the client sent it.
@@ -64,6 +80,8 @@ pub struct ChatMessages {
 pub struct TextParams {
     /// The text ends before the earliest of these.
     pub stop: Vec<String>,
+    /// The text ends behind it instead, and shows the token that ended the answer if tokens of its kind are shown.
+    pub keeps_stop: bool,
     /// Leave out special tokens (by id, never by text). Default true.
     pub skip_special_tokens: bool,
     /// Report the prompt's text and tokens before the answer's ([`Delta::echo`](crate::Delta)).

@@ -16,7 +16,7 @@ fn random(state: &mut u64) -> u64 {
 
 fn text_params() -> TextParams {
     let stop = vec!["é漢".into(), "\n".into()];
-    TextParams { stop, skip_special_tokens: true, echo: true, timing: true }
+    TextParams { stop, keeps_stop: true, skip_special_tokens: true, echo: true, timing: true }
 }
 
 fn sampling() -> SamplingParams {
@@ -27,6 +27,7 @@ fn sampling() -> SamplingParams {
         stop_token_ids: vec![1],
         logit_bias: vec![(5, -1.5)],
         allowed_token_ids: Some(vec![5, 6]),
+        bad_words: vec![vec![5, 6], vec![7]],
         logprobs: Some(2),
         grammar: Some(Grammar::Choice(vec!["yes".into(), "no".into()])),
         ..Default::default()
@@ -45,6 +46,12 @@ fn to_tokenizer() -> Vec<ToTokenizer> {
         ToTokenizer::Generate(Box::new(GenerateRequest {
             id: RequestId(7),
             prompt,
+            tokenizing: TokenizeParams {
+                add_special_tokens: Some(false),
+                keep_last: Some(8),
+                bad_words: vec!["no".into()],
+                grammar_field: "regex".into(),
+            },
             sampling: sampling(),
             text: text_params(),
             cache_salt: Some("s".into()),

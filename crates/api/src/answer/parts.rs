@@ -9,6 +9,7 @@ pub(super) struct Reader {
     /// `None`: everything is text.
     parser: Option<AnswerParser>,
     one_call: bool,
+    hides_reasoning: bool,
     is_reasoning: bool,
 }
 
@@ -21,7 +22,8 @@ impl Reader {
             AnswerParser::new(setup)
         });
         let one_call = parsing.is_some_and(|parsing| parsing.one_call);
-        Self { parser, one_call, is_reasoning: false }
+        let hides_reasoning = parsing.is_some_and(|parsing| parsing.hides_reasoning);
+        Self { parser, one_call, hides_reasoning, is_reasoning: false }
     }
 
     /// What is decided by now; everything once `is_last`.
@@ -33,6 +35,9 @@ impl Reader {
         self.is_reasoning = parser.is_reasoning();
         if is_last {
             parts.extend(parser.finish());
+        }
+        if self.hides_reasoning {
+            parts.retain(|part| !matches!(part, Part::ReasoningDelta(_)));
         }
         if self.one_call {
             parts.retain(|part| call_of(part).is_none_or(|index| index == 0));

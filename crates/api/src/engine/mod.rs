@@ -20,7 +20,9 @@ mod registry;
 pub use registry::EngineInbound;
 
 use lockstep_core::{Refusal, RequestId, SamplingParams};
-use lockstep_wire::{Delta, EngineInfo, GenerateRequest, Prompt, TextParams, ToScheduler, ToTokenizer};
+use lockstep_wire::{
+    Delta, EngineInfo, GenerateRequest, Prompt, TextParams, ToScheduler, ToTokenizer, TokenizeParams,
+};
 use registry::{Entry, Registry, Reply};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -64,6 +66,7 @@ pub struct EngineClient {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct NewRequest {
     pub(crate) prompt: Prompt,
+    pub(crate) tokenizing: TokenizeParams,
     pub(crate) sampling: SamplingParams,
     pub(crate) text: TextParams,
     pub(crate) cache_salt: Option<String>,
@@ -112,8 +115,8 @@ impl EngineClient {
             }
             let (send, abort) = (self.reserve()?, self.reserve()?);
             entries.push((id, Entry { sender: sender.clone(), choice, tokenizer, abort }));
-            let NewRequest { prompt, sampling, text, cache_salt, priority } = request;
-            let request = GenerateRequest { id, prompt, sampling, text, cache_salt, priority };
+            let NewRequest { prompt, tokenizing, sampling, text, cache_salt, priority } = request;
+            let request = GenerateRequest { id, prompt, tokenizing, sampling, text, cache_salt, priority };
             let message = ToTokenizer::Generate(Box::new(request));
             sends.push((send, Outbound::Tokenizer(tokenizer, message)));
         }

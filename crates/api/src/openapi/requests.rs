@@ -37,7 +37,8 @@ const COMMON: &[Field] = &[
         "answers per prompt, prompts times `n` at most 1024. Choice index: the `n` of the first prompt, then \
          those of the second. See \"Several choices\""),
     read("stop", Shape(shapes::STOP), "none",
-        "an empty list is none, an empty string is 400. The stop string is not part of the text"),
+        "an empty list is none, an empty string is 400. The stop string is not part of the text, unless \
+         `include_stop_str_in_output` says so"),
     read("response_format", Shape(shapes::RESPONSE_FORMAT), "text",
         "see \"Structured output\"; `strict` may be anything, the schema is always enforced"),
 ];
@@ -56,6 +57,16 @@ pub(crate) const ENGINE: &[Field] = &[
         "divides positive and multiplies negative logits of tokens in prompt or answer"),
     read("logit_bias", Shape(shapes::LOGIT_BIAS), "none", "added before the penalties"),
     read("allowed_token_ids", Shape(shapes::ALLOWED_TOKEN_IDS), "all", "nothing else is chosen"),
+    read("bad_words", Shape(shapes::BAD_WORDS), "none",
+        "the answer holds none of the token sequences that spell them, at the beginning of a text or behind a \
+         space; another way of spelling the same letters remains possible, as in vLLM. Not with a form (400)"),
+    read("include_stop_str_in_output", Bool, "false", KEEPS_STOP),
+    read("no_stop_trim", Bool, "false", KEEPS_STOP),
+    read("add_special_tokens", Bool, "completions: true; chat: false",
+        "adds what the tokenizer adds, mostly the beginning-of-text token, and never a second one; chat templates \
+         write it themselves. Token ids stay as they are"),
+    read("truncate_prompt_tokens", Integer(-1, OPEN), "the whole prompt",
+        "the last so many tokens of the prompt are used, at least 1; -1: as many as fit the context"),
     read("stop_token_ids", Shape(shapes::STOP_TOKEN_IDS), "none", ""),
     read("ignore_eos", Bool, "false", "no end token of the model stops the answer"),
     read("skip_special_tokens", Bool, "true", "left out by id, never by text"),
@@ -75,7 +86,10 @@ pub(crate) const ENGINE: &[Field] = &[
 
 const PENALTIES: &str =
     "subtracted from the logits of tokens that the answer holds: once, and once per occurrence";
-const GRAMMARS: &str = "a grammar in llguidance's Lark dialect; GBNF (`::=`) is 400";
+const GRAMMARS: &str = "a grammar in llguidance's Lark dialect, or in GBNF where it holds `::=` (rule `root`, \
+    literals, classes, `.`, groups, `*`, `+`, `?`, `{m,n}`, comments; references to tokens, `<...>`, are 400)";
+const KEEPS_STOP: &str = "keeps the stop string, and the token of `stop_token_ids` that ended the answer, in the text; vLLM's and \
+     SGLang's name";
 
 /// Read on `/v1/chat/completions` only.
 #[rustfmt::skip]
@@ -101,6 +115,9 @@ const CHAT_ONLY: &[Field] = &[
         "the name of one of the model's templates; the text of a template is 400"),
     read("reasoning_effort", Text, "the model's choice",
         "a variable of the chat templates that know it; `none` also turns off `enable_thinking` and `thinking`"),
+    read("separate_reasoning", Bool, "true", "false leaves reasoning in the text, tags included"),
+    read("include_reasoning", Bool, "true",
+        "false leaves reasoning out of the answer; its tokens are counted. Not with `separate_reasoning: false`"),
     read("chat_template_kwargs", Object, "none", "further variables of the chat template"),
 ];
 
@@ -130,26 +147,23 @@ const WITHOUT_EFFECT: &[Field] = &[
     ignored("prompt_cache_key"),
     ignored("prompt_cache_retention"),
     ignored("request_id"),
+    // No space is ever put between special tokens, as in the library that fast tokenizers use.
+    ignored("spaces_between_special_tokens"),
 ];
 
 /// Fields with a meaning in OpenAI's, vLLM's or SGLang's API that this server does not have.
 const UNSUPPORTED: &[Field] = &[
     unsupported("use_beam_search", Neutral::Bool(false)),
     unsupported("early_stopping", Neutral::Bool(false)),
-    unsupported("include_stop_str_in_output", Neutral::Bool(false)),
-    unsupported("no_stop_trim", Neutral::Bool(false)),
     unsupported("return_token_ids", Neutral::Bool(false)),
     unsupported("return_tokens_as_token_ids", Neutral::Bool(false)),
-    unsupported("spaces_between_special_tokens", Neutral::Bool(true)),
-    unsupported("add_special_tokens", Neutral::Bool(true)),
     unsupported("length_penalty", Neutral::Number(1.0)),
     unsupported("suffix", Neutral::Empty),
-    unsupported("bad_words", Neutral::Empty),
+    unsupported("stop_regex", Neutral::Empty),
     unsupported("functions", Neutral::Former("tools")),
     unsupported("function_call", Neutral::Former("tool_choice")),
     unsupported("modalities", Neutral::TextModality),
     unsupported("prompt_logprobs", Neutral::Nothing),
-    unsupported("truncate_prompt_tokens", Neutral::Nothing),
     unsupported("verbosity", Neutral::Nothing),
     unsupported("audio", Neutral::Nothing),
     unsupported("prediction", Neutral::Nothing),
@@ -165,6 +179,8 @@ const UNSUPPORTED_IN_CHAT: &[Field] =
 /// Fields that chats have, or that have no meaning without tools.
 const UNSUPPORTED_IN_COMPLETIONS: &[Field] = &[
     unsupported("reasoning_effort", Neutral::Nothing),
+    unsupported("separate_reasoning", Neutral::Bool(true)),
+    unsupported("include_reasoning", Neutral::Bool(true)),
     unsupported("top_logprobs", Neutral::Number(0.0)),
     unsupported("continue_final_message", Neutral::Bool(false)),
     unsupported("tools", Neutral::Empty),

@@ -5,8 +5,8 @@
 
 use super::fields::or_null;
 use crate::request::limits::{
-    ALLOWED_CHOICES_MAX, BIAS_MAX, FUNCTION_NAME_LEN_MAX, PROMPTS_MAX, STOP_TOKEN_IDS_MAX, TOKEN_RULES_MAX,
-    TOOLS_MAX,
+    ALLOWED_CHOICES_MAX, BAD_WORD_BYTES_MAX, BAD_WORDS_MAX, BIAS_MAX, FUNCTION_NAME_LEN_MAX, PROMPTS_MAX,
+    STOP_TOKEN_IDS_MAX, TOKEN_RULES_MAX, TOOLS_MAX,
 };
 use lockstep_core::limits::{STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX};
 use serde_json::{Value, json};
@@ -102,6 +102,16 @@ pub(super) const STOP_LIST: Shape = Shape {
     schema: || {
         let text = json!({"type": "string", "minLength": 1, "maxLength": STOP_STRING_BYTES_MAX});
         json!({"type": "array", "items": text, "maxItems": STOP_STRINGS_MAX})
+    },
+};
+
+pub(super) const BAD_WORDS: Shape = Shape {
+    words: || {
+        format!("list of up to {BAD_WORDS_MAX} strings, none blank, each of up to {BAD_WORD_BYTES_MAX} bytes")
+    },
+    schema: || {
+        let text = json!({"type": "string", "minLength": 1, "maxLength": BAD_WORD_BYTES_MAX});
+        json!({"type": "array", "items": text, "maxItems": BAD_WORDS_MAX})
     },
 };
 

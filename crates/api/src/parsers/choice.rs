@@ -1,5 +1,7 @@
 //! Which parsers a model needs, by name or from its chat template.
 
+use super::event::IdStyle;
+
 /// A family's way to write tool calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToolFormat {
@@ -15,6 +17,8 @@ pub enum ToolFormat {
     Phi4Mini,
     /// `<｜tool▁calls▁begin｜>...`: DeepSeek V3, R1 and V3.1.
     DeepSeek,
+    /// `<|tool_calls_section_begin|>...`: Kimi K2.
+    KimiK2,
     /// `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`: Qwen3-Coder.
     Qwen3Coder,
 }
@@ -47,6 +51,7 @@ pub const TOOL_CALL_PARSERS: &[(&str, ToolFormat)] = &[
     ("deepseek_v3", ToolFormat::DeepSeek),
     ("deepseek_v31", ToolFormat::DeepSeek),
     ("deepseekv3", ToolFormat::DeepSeek),
+    ("kimi_k2", ToolFormat::KimiK2),
     ("qwen3_coder", ToolFormat::Qwen3Coder),
 ];
 
@@ -71,6 +76,10 @@ impl ToolFormat {
     /// The format's own name.
     pub fn name(self) -> &'static str {
         TOOL_CALL_PARSERS.iter().find(|(_, format)| *format == self).map_or("", |(name, _)| name)
+    }
+
+    pub(super) fn id_style(self) -> IdStyle {
+        if self == Self::Mistral { IdStyle::Nine } else { IdStyle::Call }
     }
 
     /// The markers are special tokens in these models' vocabularies, so the answer must be decoded with
@@ -178,6 +187,7 @@ fn tools_by_template(text: &str) -> Option<ToolFormat> {
     let has = |marker: &str| text.contains(marker);
     Some(match () {
         () if has("<｜tool▁calls▁begin｜>") => ToolFormat::DeepSeek,
+        () if has("<|tool_calls_section_begin|>") => ToolFormat::KimiK2,
         () if has("[TOOL_CALLS]") => ToolFormat::Mistral,
         () if has("functools") || has("<|tool_call|>") || has("<|/tool|>") => ToolFormat::Phi4Mini,
         () if has("<|python_start|>") || has("func_name1(") => ToolFormat::Pythonic,
@@ -194,6 +204,7 @@ fn tools_by_name(name: &str) -> Option<ToolFormat> {
     Some(match () {
         () if has("coder") && has("qwen3") => ToolFormat::Qwen3Coder,
         () if has("deepseek") && (has("v3") || has("r1")) && !has("distill") => ToolFormat::DeepSeek,
+        () if has("kimi-k2") => ToolFormat::KimiK2,
         () if has("hermes") || has("qwen2.5") || has("qwen3") => ToolFormat::Hermes,
         () if has("llama-4") => ToolFormat::Pythonic,
         () if has("llama-3.") => ToolFormat::Llama3Json,

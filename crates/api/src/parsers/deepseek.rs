@@ -1,17 +1,47 @@
-//! DeepSeek's calls. R1 and V3 write the name and a fenced JSON text behind the separator; V3.1 writes
-//! the name before and the bare JSON text behind it.
+//! Calls in a section of special tokens: DeepSeek's and Kimi K2's.
+//!
+//! DeepSeek R1 and V3 write the name and a fenced JSON text behind the separator; V3.1 writes the name before and
+//! the bare JSON text behind it, as Kimi K2 does with the call's id, `functions.name:0`, in place of the name.
 
 use super::event::{Sink, is_function_name};
 use super::json::{JsonScanner, NAME_LEN_MAX, Part, escape_control};
 use super::section::{Markers, Section, Step};
 
-/// Opens the section.
-pub(super) const CALLS_BEGIN: &str = "<｜tool▁calls▁begin｜>";
-const CALLS_END: &str = "<｜tool▁calls▁end｜>";
-const CALL_BEGIN: &str = "<｜tool▁call▁begin｜>";
-const CALL_END: &str = "<｜tool▁call▁end｜>";
-const SEPARATOR: &str = "<｜tool▁sep｜>";
+/// The special tokens of a family.
+#[derive(Debug)]
+pub(super) struct Marks {
+    /// Opens the section.
+    pub(super) calls_begin: &'static str,
+    /// Between calls: what begins one, what ends the section.
+    between: [&'static str; 2],
+    /// Behind arguments: a fence, what ends the call.
+    tail: [&'static str; 2],
+    separator: &'static str,
+    /// The id of a call holds its name.
+    has_ids: bool,
+}
+
+/// DeepSeek's.
+pub(super) const DEEPSEEK: Marks = Marks {
+    calls_begin: "<｜tool▁calls▁begin｜>",
+    between: ["<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"],
+    tail: [FENCE, "<｜tool▁call▁end｜>"],
+    separator: "<｜tool▁sep｜>",
+    has_ids: false,
+};
+
+/// Kimi K2's.
+pub(super) const KIMI: Marks = Marks {
+    calls_begin: "<|tool_calls_section_begin|>",
+    between: ["<|tool_call_begin|>", "<|tool_calls_section_end|>"],
+    tail: [FENCE, "<|tool_call_end|>"],
+    separator: "<|tool_call_argument_begin|>",
+    has_ids: true,
+};
+
 const FENCE: &str = "```";
+/// What Kimi K2 writes before a name in an id.
+const ID_PREFIX: &str = "functions.";
 
 #[derive(Debug)]
 enum State {
@@ -24,20 +54,23 @@ enum State {
     Tail(Markers),
 }
 
-/// Reader of the section, from behind [`CALLS_BEGIN`].
+impl State {
+    fn between(marks: &'static Marks) -> Self {
+        Self::Between(Markers::new(&marks.between))
+    }
+}
+
+/// Reader of the section, from behind the mark that opens it.
 #[derive(Debug)]
 pub(super) struct DeepSeekCalls {
+    marks: &'static Marks,
     state: State,
     call_count: usize,
 }
 
 impl DeepSeekCalls {
-    pub(super) fn new() -> Self {
-        Self { state: Self::between(), call_count: 0 }
-    }
-
-    fn between() -> State {
-        State::Between(Markers::new(&[CALL_BEGIN, CALLS_END]))
+    pub(super) fn new(marks: &'static Marks) -> Self {
+        Self { marks, state: State::between(marks), call_count: 0 }
     }
 
     fn head_char(&mut self, mut head: String, c: char, sink: &mut Sink) -> Step {
@@ -47,11 +80,16 @@ impl DeepSeekCalls {
             self.state = State::Head(head);
             return if is_long { Step::Fail } else { Step::More };
         }
-        let Some(name) = head.split_once(SEPARATOR).and_then(|(kind, rest)| call_name(kind, rest)) else {
+        let parts = head.split_once(self.marks.separator);
+        let call = parts.and_then(|(before, behind)| match self.marks.has_ids {
+            true => named_by_id(before.trim()).filter(|_| behind.trim().is_empty()),
+            false => call_name(before, behind).map(|name| (name, None)),
+        });
+        let Some((name, id)) = call else {
             self.state = State::Head(head);
             return Step::Fail;
         };
-        sink.start(name, None);
+        sink.start(name, id);
         self.argument_char(JsonScanner::new(), c, sink)
     }
 
@@ -62,7 +100,7 @@ impl DeepSeekCalls {
         sink.arguments(&text);
         self.state = if scanner.is_done() {
             self.call_count += 1;
-            State::Tail(Markers::new(&[FENCE, CALL_END]))
+            State::Tail(Markers::new(&self.marks.tail))
         } else {
             State::Arguments(scanner)
         };
@@ -81,9 +119,16 @@ fn call_name(before: &str, behind: &str) -> Option<String> {
     is_function_name(name).then(|| name.to_owned())
 }
 
+/// The name in an id like `functions.get_weather:0`, and the id, which later turns must repeat.
+fn named_by_id(id: &str) -> Option<(String, Option<String>)> {
+    let (name, number) = id.strip_prefix(ID_PREFIX).unwrap_or(id).rsplit_once(':')?;
+    let is_good = is_function_name(name) && !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit());
+    is_good.then(|| (name.to_owned(), Some(id.to_owned())))
+}
+
 impl Section for DeepSeekCalls {
     fn push(&mut self, c: char, sink: &mut Sink) -> Step {
-        match std::mem::replace(&mut self.state, Self::between()) {
+        match std::mem::replace(&mut self.state, State::between(self.marks)) {
             State::Head(head) => self.head_char(head, c, sink),
             State::Arguments(scanner) => self.argument_char(scanner, c, sink),
             State::Between(markers) if markers.is_fresh() && c.is_whitespace() => Step::More,
@@ -92,8 +137,9 @@ impl Section for DeepSeekCalls {
                 self.state = State::Between(markers);
                 match found {
                     Err(()) => return Step::Fail,
-                    Ok(Some(CALLS_END)) if self.call_count > 0 => return Step::Done,
-                    Ok(Some(CALLS_END)) => return Step::Fail,
+                    Ok(Some(mark)) if mark == self.marks.between[1] => {
+                        return if self.call_count > 0 { Step::Done } else { Step::Fail };
+                    }
                     Ok(Some(_)) => self.state = State::Head(String::new()),
                     Ok(None) => {}
                 }
@@ -103,7 +149,7 @@ impl Section for DeepSeekCalls {
                 let skips = markers.is_fresh() && c.is_whitespace();
                 let found = if skips { Ok(None) } else { markers.push(c) };
                 self.state = match found {
-                    Ok(Some(CALL_END)) => Self::between(),
+                    Ok(Some(mark)) if mark == self.marks.tail[1] => State::between(self.marks),
                     _ => State::Tail(markers),
                 };
                 if found.is_err() { Step::Fail } else { Step::More }

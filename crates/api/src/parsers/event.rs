@@ -36,12 +36,48 @@ pub(super) struct Sink {
     events: Vec<Event>,
     call_count: usize,
     id_seed: String,
+    id_style: IdStyle,
+}
+
+/// How ids of calls are written where the model gives none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum IdStyle {
+    /// `call_`, the seed and the call's number.
+    #[default]
+    Call,
+    /// Nine letters and digits, which Mistral's chat templates ask of every call of earlier turns.
+    Nine,
+}
+
+impl IdStyle {
+    /// The id of call `index` of the answer with this seed.
+    pub(super) fn id(self, seed: &str, index: usize) -> String {
+        let whole = format!("{seed}{index}");
+        match self {
+            Self::Call => format!("call_{whole}"),
+            Self::Nine => {
+                let mut hash = fnv1a(whole.as_bytes());
+                let digit = |_| {
+                    let digit = char::from_digit((hash % 36) as u32, 36);
+                    hash /= 36;
+                    digit.expect("invariant: a remainder of 36 is a digit")
+                };
+                (0..9).map(digit).collect()
+            }
+        }
+    }
+}
+
+/// FNV-1a (Fowler, Noll and Vo): spreads seeds that differ in a character over all ids.
+fn fnv1a(bytes: &[u8]) -> u64 {
+    let mix = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, mix)
 }
 
 impl Sink {
     /// `id_seed` makes the ids of this answer's calls unlike those of others.
-    pub(super) fn new(id_seed: String) -> Self {
-        Self { events: Vec::new(), call_count: 0, id_seed }
+    pub(super) fn new(id_seed: String, id_style: IdStyle) -> Self {
+        Self { events: Vec::new(), call_count: 0, id_seed, id_style }
     }
 
     /// Calls so far.
@@ -72,7 +108,7 @@ impl Sink {
     /// A call begins; `id` is the model's own, if it gave one.
     pub(super) fn start(&mut self, name: String, id: Option<String>) {
         let index = self.call_count;
-        let id = id.unwrap_or_else(|| format!("call_{}{index}", self.id_seed));
+        let id = id.unwrap_or_else(|| self.id_style.id(&self.id_seed, index));
         self.call_count += 1;
         self.events.push(Event::ToolCallStart { index, id, name });
     }

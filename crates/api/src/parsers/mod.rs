@@ -38,7 +38,7 @@ pub use choice::{
 };
 pub use event::Event;
 
-use event::Sink;
+use event::{IdStyle, Sink};
 use reasoning::ReasoningSplitter;
 use serde_json::Value;
 use tools::ToolParser;
@@ -82,7 +82,7 @@ pub struct AnswerSetup {
     pub reasoning: Option<ReasoningFormat>,
     /// The prompt ended inside reasoning ([`ParserChoice::begins_in_reasoning`]).
     pub begins_in_reasoning: bool,
-    /// Goes into the ids of calls, `call_<seed><index>`: letters and digits, unlike any other answer's.
+    /// Goes into the ids of calls (`call_<seed><index>`, or Mistral's form of it): letters and digits, unlike any other answer's.
     pub id_seed: String,
 }
 
@@ -101,7 +101,7 @@ impl AnswerParser {
         Self {
             reasoning: reasoning.map(|format| ReasoningSplitter::new(format.tags(), begins_in_reasoning)),
             tools: tools.map(|format| ToolParser::new(format, functions)),
-            sink: Sink::new(id_seed),
+            sink: Sink::new(id_seed, tools.map_or(IdStyle::Call, ToolFormat::id_style)),
         }
     }
 

@@ -9,7 +9,7 @@
 
 use super::Function;
 use super::choice::ToolFormat;
-use super::deepseek::{self, DeepSeekCalls};
+use super::deepseek::{DEEPSEEK, DeepSeekCalls, KIMI};
 use super::event::Sink;
 use super::json_calls::{JsonCalls, Shape};
 use super::mistral::{self, MistralCalls};
@@ -31,7 +31,8 @@ impl ToolFormat {
             Self::Mistral => &[mistral::TOOL_CALLS],
             Self::Pythonic => &[pythonic::PYTHON_START],
             Self::Phi4Mini => &[PHI_OPEN, PHI_TAG],
-            Self::DeepSeek => &[deepseek::CALLS_BEGIN],
+            Self::DeepSeek => &[DEEPSEEK.calls_begin],
+            Self::KimiK2 => &[KIMI.calls_begin],
             Self::Qwen3Coder => &[xml::TOOL_CALL, xml::FUNCTION],
         }
     }
@@ -58,7 +59,8 @@ impl ToolFormat {
                 Box::new(JsonCalls::new(Shape::Any, &["<|/tool_call|>"]))
             }
             Self::Phi4Mini => Box::new(JsonCalls::new(Shape::List, &[])),
-            Self::DeepSeek => Box::new(DeepSeekCalls::new()),
+            Self::DeepSeek => Box::new(DeepSeekCalls::new(&DEEPSEEK)),
+            Self::KimiK2 => Box::new(DeepSeekCalls::new(&KIMI)),
             Self::Qwen3Coder => Box::new(XmlCalls::new(functions, opener.unwrap_or(xml::TOOL_CALL))),
         }
     }

@@ -36,7 +36,9 @@ fn layout(format: ToolFormat) -> Option<Layout> {
         ToolFormat::Phi4Mini => {
             Layout { begin: "functools[", call: arguments, separator: Some(", "), end: "]" }
         }
-        ToolFormat::Pythonic | ToolFormat::DeepSeek | ToolFormat::Qwen3Coder => return None,
+        ToolFormat::Pythonic | ToolFormat::DeepSeek | ToolFormat::KimiK2 | ToolFormat::Qwen3Coder => {
+            return None;
+        }
     })
 }
 
@@ -89,7 +91,7 @@ fn schema(function: &Function) -> Value {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::parsers::{AnswerParser, AnswerSetup, Event};
     use lockstep_core::Grammar;
@@ -109,7 +111,7 @@ mod tests {
     }
 
     /// Whether the grammar takes all of `text` and may end there; one token per byte, 256 ends.
-    fn accepts(source: &str, text: &str) -> bool {
+    pub(in crate::request) fn accepts(source: &str, text: &str) -> bool {
         let mut vocabulary = Vocabulary::default();
         (0..=u8::MAX).for_each(|byte| vocabulary.push(&[byte], false));
         vocabulary.push(b"<|eos|>", true);

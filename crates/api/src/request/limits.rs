@@ -16,6 +16,10 @@ pub(crate) const REPETITION_MAX: f64 = 10.0;
 pub(crate) const BIAS_MAX: f64 = 100.0;
 /// Entries of `logit_bias` and of `allowed_token_ids`.
 pub(crate) const TOKEN_RULES_MAX: usize = 65_536;
+/// Words that an answer must not hold.
+pub(crate) const BAD_WORDS_MAX: usize = 1024;
+/// Bytes of one of them.
+pub(crate) const BAD_WORD_BYTES_MAX: usize = 256;
 /// Alternatives per token.
 pub(crate) const TOP_LOGPROBS_MAX: i128 = 20;
 /// Bytes of a cache salt.

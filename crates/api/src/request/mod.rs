@@ -4,6 +4,7 @@
 mod chat;
 mod completions;
 mod forced;
+mod gbnf;
 pub(crate) mod limits;
 mod names;
 pub(crate) mod policy;
@@ -82,12 +83,21 @@ pub(crate) fn validate(
     let mut text = sampling::text_params(&fields, endpoint)?;
     let n = sampling::choices(&fields, endpoint)?;
     let (mut sampling, echo_only) = sampling::sampling_params(&fields, endpoint, config)?;
+    let mut tokenizing = sampling::tokenize_params(&fields, config)?;
+    tokenizing.grammar_field =
+        if sampling.grammar.is_some() { structured::field(&fields) } else { "tools" }.into();
+    if sampling.grammar.is_some() && !tokenizing.bad_words.is_empty() {
+        let message = "cannot be combined with a form, which may leave no other word";
+        return Err(fields.invalid("bad_words", message));
+    }
     let (prompts, parsing) = match endpoint {
         Endpoint::Completions => (completions::prompts(&fields, config)?, None),
         Endpoint::Chat => {
             let tools = tools::read(&fields, config)?;
             let (prompt, begins_in_reasoning) = chat::prompt(&fields, config, tools.as_ref())?;
-            let parsing = tools::parsing(tools, begins_in_reasoning, config, &mut sampling, &mut text)?;
+            let reasoning =
+                tools::Reasoning { begins: begins_in_reasoning, wish: tools::reasoning_wish(&fields)? };
+            let parsing = tools::parsing(tools, reasoning, config, &mut sampling, &mut text)?;
             (vec![prompt], parsing)
         }
     };
@@ -100,6 +110,7 @@ pub(crate) fn validate(
     }
     let request = |prompt: &Prompt, choice| NewRequest {
         prompt: prompt.clone(),
+        tokenizing: tokenizing.clone(),
         sampling: SamplingParams { choice, ..sampling.clone() },
         text: text.clone(),
         cache_salt: cache_salt.clone(),

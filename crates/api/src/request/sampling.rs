@@ -2,14 +2,14 @@
 
 use super::Endpoint;
 use super::limits::{
-    BIAS_MAX, CACHE_SALT_BYTES_MAX, N_MAX, PENALTY_MAX, REPETITION_MAX, REPETITION_MIN, STOP_TOKEN_IDS_MAX,
-    TEMPERATURE_MAX, TOKEN_RULES_MAX, TOP_LOGPROBS_MAX,
+    BAD_WORD_BYTES_MAX, BAD_WORDS_MAX, BIAS_MAX, CACHE_SALT_BYTES_MAX, N_MAX, PENALTY_MAX, REPETITION_MAX,
+    REPETITION_MIN, STOP_TOKEN_IDS_MAX, TEMPERATURE_MAX, TOKEN_RULES_MAX, TOP_LOGPROBS_MAX,
 };
 use crate::ApiConfig;
 use crate::fields::{Fields, integer, kind};
 use lockstep_core::limits::{STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX};
 use lockstep_core::{Refusal, SamplingParams, TokenId};
-use lockstep_wire::TextParams;
+use lockstep_wire::{TextParams, TokenizeParams};
 use serde_json::Value;
 
 /// Below it sampling is greedy: dividing logits by less overflows f32 long before it changes
@@ -73,6 +73,8 @@ pub(super) fn sampling_params(
         repetition_penalty: repetition_penalty(fields)?,
         logit_bias: logit_bias(fields, config.vocab_size)?,
         allowed_token_ids: allowed_token_ids(fields, config.vocab_size)?,
+        // Token sequences: the tokenizer finds them.
+        bad_words: Vec::new(),
         logprobs,
         prompt_logprobs: logprobs.filter(|_| echo),
         grammar: super::structured::grammar(fields)?,
@@ -225,10 +227,47 @@ pub(super) fn text_params(fields: &Fields<'_>, endpoint: Endpoint) -> Result<Tex
         let message = format!("holds a string of {} bytes, accepted are {STOP_STRING_BYTES_MAX}", long.len());
         return Err(fields.invalid("stop", message));
     }
+    // vLLM's name and SGLang's.
+    let keeps_stop = fields.boolean("include_stop_str_in_output")?.unwrap_or(false)
+        | fields.boolean("no_stop_trim")?.unwrap_or(false);
     let skip_special_tokens = fields.boolean("skip_special_tokens")?.unwrap_or(true);
     let echo = endpoint == Endpoint::Completions && fields.boolean("echo")?.unwrap_or(false);
     let timing = fields.boolean("timing")?.unwrap_or(false);
-    Ok(TextParams { stop, skip_special_tokens, echo, timing })
+    Ok(TextParams { stop, keeps_stop, skip_special_tokens, echo, timing })
+}
+
+/// What the tokenizer is asked besides the prompt; the field of the grammar is filled in by the caller.
+pub(super) fn tokenize_params(fields: &Fields<'_>, config: &ApiConfig) -> Result<TokenizeParams, Refusal> {
+    let keep_last = match fields.integer("truncate_prompt_tokens", -1..=i64::MAX.into())? {
+        Some(0) => return Err(fields.invalid("truncate_prompt_tokens", "must be -1 or at least 1, got 0")),
+        // As many as fit.
+        Some(-1) => Some(config.context_max.saturating_sub(1)),
+        keep => keep.map(|keep| usize::try_from(keep).unwrap_or(usize::MAX)),
+    };
+    Ok(TokenizeParams {
+        add_special_tokens: fields.boolean("add_special_tokens")?,
+        keep_last: keep_last.map(|keep| u32::try_from(keep).unwrap_or(u32::MAX)),
+        bad_words: bad_words(fields)?,
+        grammar_field: String::new(),
+    })
+}
+
+fn bad_words(fields: &Fields<'_>) -> Result<Vec<String>, Refusal> {
+    let list = fields.list("bad_words")?.unwrap_or_default();
+    if list.len() > BAD_WORDS_MAX {
+        let message = format!("has {} entries, accepted are {BAD_WORDS_MAX}", list.len());
+        return Err(fields.invalid("bad_words", message));
+    }
+    let word = |item: &Value| {
+        let word = item.as_str().filter(|word| !word.trim().is_empty() && word.len() <= BAD_WORD_BYTES_MAX);
+        let wrong = || {
+            let message =
+                format!("must hold strings of 1 to {BAD_WORD_BYTES_MAX} bytes that are not only spaces");
+            fields.invalid("bad_words", message)
+        };
+        word.map(str::to_owned).ok_or_else(wrong)
+    };
+    list.iter().map(word).collect()
 }
 
 fn stop_string(fields: &Fields<'_>, item: &Value) -> Result<String, Refusal> {

@@ -3,6 +3,7 @@
 //! Only the shape of the fields is checked here; whether a schema, pattern or grammar can be compiled is the
 //! tokenizer's to say, still before rank 0 hears of the request.
 
+use super::gbnf;
 use super::limits::ALLOWED_CHOICES_MAX;
 use crate::fields::{Fields, kind};
 use lockstep_core::{Grammar, Refusal};
@@ -37,6 +38,23 @@ pub(super) fn grammar(fields: &Fields<'_>) -> Result<Option<Grammar>, Refusal> {
     }
     Ok(Some(grammar))
 }
+
+/// The field that asks for the grammar of a request that has one.
+pub(super) fn field(fields: &Fields<'_>) -> &'static str {
+    FIELDS.iter().copied().find(|name| fields.get(name).is_some()).unwrap_or("response_format")
+}
+
+/// What may ask for a grammar besides `response_format`, which may also ask for none.
+const FIELDS: &[&str] = &[
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+];
 
 /// The only one that is there, or the names of the first two.
 fn one_of<const N: usize>(
@@ -112,11 +130,16 @@ fn regex(fields: &Fields<'_>, name: &str) -> Result<Option<Grammar>, Refusal> {
 
 fn lark(fields: &Fields<'_>, name: &str) -> Result<Option<Grammar>, Refusal> {
     let Some(text) = fields.string(name)? else { return Ok(None) };
-    if text.contains("::=") {
-        let message = "is written with ::=, but grammars are read in Lark's form (start: rule, with a colon)";
-        return Err(fields.invalid(name, message));
+    if !text.contains("::=") {
+        return Ok(Some(Grammar::Lark(text.into())));
     }
-    Ok(Some(Grammar::Lark(text.into())))
+    let converted = gbnf::to_lark(text).map_err(|why| {
+        let message = format!(
+            "is read as GBNF because it holds ::=, but {why}; Lark's form (start: rule, with a colon) is read as well"
+        );
+        fields.invalid(name, message)
+    })?;
+    Ok(Some(Grammar::Lark(converted)))
 }
 
 fn choice(fields: &Fields<'_>, name: &str) -> Result<Option<Grammar>, Refusal> {

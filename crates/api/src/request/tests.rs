@@ -229,6 +229,9 @@ fn unsupported_fields_are_refused_unless_neutral() {
     for (name, refused, neutral) in [
         ("top_logprobs", json!(2), json!(0)),
         ("suffix", json!("x"), json!("")),
+        ("stop_regex", json!("x"), json!("")),
+        ("include_reasoning", json!(false), json!(true)),
+        ("reasoning_effort", json!("low"), Value::Null),
         ("best_of", json!(2), json!(1)),
     ] {
         assert_eq!(refused_param(completions(json!({ name: refused }))), name);
@@ -314,6 +317,7 @@ fn forms_of_answers_in_every_spelling() {
         (json!({"guided_choice": ["x", "y"]}), Some(choice())),
         (json!({"guided_grammar": "start: \"a\""}), Some(Grammar::Lark("start: \"a\"".into()))),
         (json!({"ebnf": "start: \"a\""}), Some(Grammar::Lark("start: \"a\"".into()))),
+        (json!({"ebnf": "root ::= \"a\""}), Some(Grammar::Lark("start : \"a\"\n".into()))),
     ] {
         assert_eq!(sampling(chat(body.clone())).grammar, grammar, "{body}");
         assert_eq!(sampling(completions(body.clone())).grammar, grammar, "{body}");
@@ -329,7 +333,8 @@ fn forms_of_answers_in_every_spelling() {
         (json!({"structured_outputs": {"structural_tag": "x"}}), "structured_outputs.structural_tag"),
         (json!({"structured_outputs": {"regex": "a", "json": {}}}), "structured_outputs.regex"),
         (json!({"regex": "a", "ebnf": "start: \"a\""}), "ebnf"),
-        (json!({"ebnf": "root ::= \"a\""}), "ebnf"),
+        (json!({"ebnf": "rule ::= \"a\""}), "ebnf"),
+        (json!({"regex": "a", "bad_words": ["b"]}), "bad_words"),
         (json!({"guided_choice": []}), "guided_choice"),
         (json!({"guided_choice": [""]}), "guided_choice"),
         (json!({"guided_json": 5}), "guided_json"),
@@ -462,4 +467,83 @@ fn template_variables_pass_through() {
     ] {
         assert_eq!(refused_param(chat(body)), param);
     }
+}
+
+#[test]
+fn the_tokenizer_is_told_what_the_request_wants_of_it() {
+    let told = |call: Result<Call, Refusal>| call.unwrap().requests.remove(0).tokenizing;
+    let nothing = told(completions(json!({"bad_words": [], "truncate_prompt_tokens": null})));
+    assert_eq!((nothing.add_special_tokens, nothing.keep_last, nothing.bad_words.len()), (None, None, 0));
+    let body =
+        json!({"add_special_tokens": false, "truncate_prompt_tokens": 5, "bad_words": ["no", " never"]});
+    for call in [chat(body.clone()), completions(body)] {
+        let told = told(call);
+        assert_eq!((told.add_special_tokens, told.keep_last), (Some(false), Some(5)));
+        assert_eq!(told.bad_words, ["no", " never"]);
+    }
+    let all = told(completions(json!({"truncate_prompt_tokens": -1})));
+    assert_eq!(all.keep_last, Some(config().context_max as u32 - 1), "as much as fits");
+    for (name, value) in [
+        ("truncate_prompt_tokens", json!(0)),
+        ("truncate_prompt_tokens", json!(-2)),
+        ("bad_words", json!("no")),
+        ("bad_words", json!([" "])),
+        ("bad_words", json!([5])),
+        ("bad_words", json!(vec!["a"; 1025])),
+        ("add_special_tokens", json!(1)),
+    ] {
+        assert_eq!(refused_param(completions(json!({ name: value }))), name);
+    }
+    let text = |body| completions(body).unwrap().requests.remove(0).text;
+    assert!(!text(json!({"stop": "a"})).keeps_stop);
+    assert!(text(json!({"stop": "a", "include_stop_str_in_output": true})).keeps_stop);
+    assert!(text(json!({"stop": "a", "no_stop_trim": true})).keeps_stop);
+}
+
+#[test]
+fn refusals_of_grammars_will_name_the_field_that_was_used() {
+    let field = |call: Result<Call, Refusal>| call.unwrap().requests.remove(0).tokenizing.grammar_field;
+    let schema = json!({"type": "object"});
+    for (name, value) in [
+        ("response_format", json!({"type": "json_object"})),
+        ("structured_outputs", json!({"regex": "a"})),
+        ("guided_json", schema.clone()),
+        ("json_schema", schema),
+        ("guided_choice", json!(["a"])),
+        ("ebnf", json!("start: \"a\"")),
+    ] {
+        let both = json!({ name: value, "response_format": {"type": "text"} });
+        let body = if name == "response_format" { json!({ name: value }) } else { both };
+        assert_eq!(field(completions(body)), name);
+    }
+}
+
+#[test]
+fn reasoning_effort_reaches_the_template() {
+    let kwargs = |body| {
+        let Prompt::Chat(seen) = chat(body).unwrap().requests.remove(0).prompt else {
+            panic!("not a chat prompt")
+        };
+        serde_json::from_str::<Value>(&seen.template_kwargs_json.unwrap()).unwrap()
+    };
+    assert_eq!(kwargs(json!({"reasoning_effort": "low"})), json!({"reasoning_effort": "low"}));
+    let off = json!({"reasoning_effort": "none", "enable_thinking": false, "thinking": false});
+    assert_eq!(kwargs(json!({"reasoning_effort": "none"})), off);
+    let own = json!({"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "max"}});
+    assert_eq!(kwargs(own), json!({"reasoning_effort": "max"}), "the template's own variable wins");
+}
+
+#[test]
+fn reasoning_is_told_apart_hidden_or_left() {
+    let parsers = crate::parsers::ParserChoice {
+        reasoning: Some(crate::parsers::ReasoningFormat::Think),
+        ..Default::default()
+    };
+    let config = ApiConfig { parsers, ..config() };
+    let parsing = |body| call_with(Endpoint::Chat, &config, body).unwrap().parsing;
+    assert!(parsing(json!({})).is_some_and(|parsing| !parsing.hides_reasoning));
+    assert!(parsing(json!({"include_reasoning": false})).is_some_and(|parsing| parsing.hides_reasoning));
+    assert!(parsing(json!({"separate_reasoning": false})).is_none(), "all of it is text");
+    let both = json!({"separate_reasoning": false, "include_reasoning": false});
+    assert_eq!(refused_param(call_with(Endpoint::Chat, &config, both)), "include_reasoning");
 }

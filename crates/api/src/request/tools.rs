@@ -44,6 +44,41 @@ pub(crate) struct Parsing {
     pub(crate) setup: AnswerSetup,
     /// Calls behind the first one are left out.
     pub(crate) one_call: bool,
+    /// Reasoning is left out.
+    pub(crate) hides_reasoning: bool,
+}
+
+/// What becomes of an answer's reasoning.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReasoningWish {
+    /// It is told apart from the text.
+    Separate,
+    /// It is left out: vLLM's `include_reasoning: false`.
+    Hide,
+    /// It stays in the text as the model writes it: SGLang's `separate_reasoning: false`.
+    Leave,
+}
+
+/// An answer's reasoning.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reasoning {
+    /// The prompt ended with the tag that opens it.
+    pub(super) begins: bool,
+    /// What becomes of it.
+    pub(super) wish: ReasoningWish,
+}
+
+/// `separate_reasoning` and `include_reasoning`.
+pub(super) fn reasoning_wish(fields: &Fields<'_>) -> Result<ReasoningWish, Refusal> {
+    let separate = fields.boolean("separate_reasoning")?.unwrap_or(true);
+    match (separate, fields.boolean("include_reasoning")?.unwrap_or(true)) {
+        (true, true) => Ok(ReasoningWish::Separate),
+        (true, false) => Ok(ReasoningWish::Hide),
+        (false, true) => Ok(ReasoningWish::Leave),
+        (false, false) => {
+            Err(fields.invalid("include_reasoning", "cannot be false beside separate_reasoning: false"))
+        }
+    }
 }
 
 /// The tools of a request; `None` when it offers none or wants none called. Then the template does not
@@ -152,11 +187,10 @@ fn unknown_choice(fields: &Fields<'_>, got: &str) -> Refusal {
 
 /// How the answers are taken apart; sets the form of a forced call, and lets the detokenizer show the
 /// special tokens that parsers look for.
-///
-/// `begins_in_reasoning`: the prompt ended with the tag that opens reasoning. `None`: the answer is text.
+/// `None`: the answer is text.
 pub(super) fn parsing(
     tools: Option<Tools>,
-    begins_in_reasoning: bool,
+    Reasoning { begins: begins_in_reasoning, wish }: Reasoning,
     config: &ApiConfig,
     sampling: &mut SamplingParams,
     text: &mut TextParams,
@@ -175,6 +209,7 @@ pub(super) fn parsing(
         refuse_open_end(sampling)?;
     }
     let tools = tools.filter(|_| !has_form);
+    let reasoning = reasoning.filter(|_| wish != ReasoningWish::Leave);
     if tools.is_none() && reasoning.is_none() {
         return Ok(None);
     }
@@ -192,7 +227,7 @@ pub(super) fn parsing(
         begins_in_reasoning,
         id_seed: String::new(),
     };
-    Ok(Some(Parsing { setup, one_call }))
+    Ok(Some(Parsing { setup, one_call, hides_reasoning: wish == ReasoningWish::Hide }))
 }
 
 fn forced_grammar(tools: &Tools, opening: Option<ReasoningFormat>) -> Result<String, Refusal> {

@@ -205,3 +205,35 @@ fn a_decoder_that_cannot_stream_is_refused_by_name() {
     let error = TextModel::load(folder.path(), &TextOptions::default()).unwrap_err().to_string();
     assert!(error.contains("CTC") && error.contains("ByteLevel"), "{error}");
 }
+
+#[test]
+fn a_request_says_what_is_added_and_how_much_is_kept() {
+    let template = format!("{{{{ bos_token }}}}{CHATML}");
+    let model = load(&byte_folder(true, json!({ "chat_template": template })), Some(64));
+    let encode = |prompt: &Prompt, add_special_tokens, keep_last| {
+        model
+            .encode_prompt_as(prompt, &TokenizeParams { add_special_tokens, keep_last, ..Default::default() })
+    };
+    let text = Prompt::Text("abc".into());
+    assert_eq!(encode(&text, Some(false), None).unwrap(), [97, 98, 99]);
+    assert_eq!(encode(&text, Some(true), Some(2)).unwrap(), [98, 99]);
+    assert_eq!(encode(&text, None, Some(9)).unwrap(), [256, 97, 98, 99]);
+    let plain = model.encode_prompt(&chat("ab")).unwrap();
+    assert_eq!(encode(&chat("ab"), Some(true), None).unwrap(), plain, "the template wrote it already");
+    assert_eq!(encode(&chat("ab"), None, Some(3)).unwrap(), plain[plain.len() - 3..]);
+    assert_eq!(encode(&Prompt::Tokens(vec![97; 100]), None, Some(5)).unwrap(), [97; 5]);
+    assert_eq!(encode(&Prompt::Text("a".repeat(1000)), None, Some(63)).unwrap(), [97; 63]);
+    let refusal = encode(&Prompt::Text("a".repeat(1000)), None, Some(64)).unwrap_err();
+    assert_eq!(refusal.code.as_deref(), Some("context_length_exceeded"));
+    assert!(encode(&Prompt::Text("a".repeat(2_000_000)), None, Some(8)).is_err(), "bytes stay bounded");
+}
+
+#[test]
+fn words_are_spelled_with_and_without_a_space() {
+    let model = load(&byte_folder(true, json!({})), None);
+    let alpha = model.encode(" alpha", false).unwrap();
+    let words = model.encode_words(&["alpha".into(), " alpha".into(), "x".into(), "".into()]).unwrap();
+    assert!(words.contains(&alpha) && words.contains(&vec![97, 108, 112, 104, 97]), "{words:?}");
+    assert!(words.contains(&vec![120]) && words.contains(&vec![32, 120]), "{words:?}");
+    assert_eq!(words.len(), 4, "{words:?}");
+}

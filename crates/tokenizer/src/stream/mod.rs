@@ -17,6 +17,8 @@ mod stop;
 #[cfg(test)]
 mod tests;
 mod utf8;
+#[cfg(test)]
+mod work;
 
 use crate::pieces::{Joining, Piece, Pieces};
 use cleanup::CleanupStream;
@@ -46,7 +48,7 @@ impl RequestDecoder {
             strip_left,
             utf8: Utf8Stream::default(),
             cleanup: cleans_up.then(CleanupStream::default),
-            stop: StopMatcher::new(&params.stop),
+            stop: StopMatcher::new(&params.stop, params.keeps_stop),
             is_stopped: false,
         }
     }

@@ -17,6 +17,8 @@ use std::cmp::Reverse;
 pub(crate) struct StopMatcher {
     automata: Vec<Automaton>,
     held: String,
+    /// The stop string that completes is part of the text.
+    keeps_stop: bool,
     completed: Option<u32>,
 }
 
@@ -32,10 +34,10 @@ struct Automaton {
 
 impl StopMatcher {
     /// Empty stop strings are ignored (the api refuses them).
-    pub(crate) fn new(stops: &[String]) -> Self {
+    pub(crate) fn new(stops: &[String], keeps_stop: bool) -> Self {
         let numbered = (0..).zip(stops).filter(|(_, stop)| !stop.is_empty());
         let automata = numbered.map(|(number, stop)| Automaton::new(number, stop.as_bytes())).collect();
-        Self { automata, held: String::new(), completed: None }
+        Self { automata, held: String::new(), keeps_stop, completed: None }
     }
 
     /// The number of the stop string that completed (of equal ones the first), if one did.
@@ -44,8 +46,10 @@ impl StopMatcher {
     }
 
     /// Takes the next piece and appends what may be shown to `out`. True when a stop string
-    /// completed: `out` then ends right before it and the rest of the text is dropped.
+    /// completed: `out` then ends right before it (or behind it, if it is kept) and the rest of the text is dropped.
     pub(crate) fn push(&mut self, text: &str, out: &mut String) -> bool {
+        #[cfg(test)]
+        super::work::add(text.len() * self.automata.len().max(1) + self.held.len());
         if self.automata.is_empty() {
             out.push_str(text);
             return false;
@@ -55,7 +59,8 @@ impl StopMatcher {
             if let Some((stop_len, number)) = complete.max_by_key(|&(len, number)| (len, Reverse(number))) {
                 self.completed = Some(number);
                 self.held.push_str(&text[..=index]);
-                self.held.truncate(self.held.len() - stop_len);
+                let hidden = if self.keeps_stop { 0 } else { stop_len };
+                self.held.truncate(self.held.len() - hidden);
                 out.push_str(&self.held);
                 self.held.clear();
                 return true;
@@ -105,11 +110,12 @@ mod tests {
     use crate::test_rng::Rng;
 
     /// The specification: grow the text character by character and look at its end.
-    fn naive(text: &str, stops: &[String]) -> (String, Option<String>) {
+    fn naive(text: &str, stops: &[String], keeps_stop: bool) -> (String, Option<String>) {
         for (index, c) in text.char_indices() {
             let seen = &text[..index + c.len_utf8()];
             if let Some(stop) = stops.iter().filter(|s| seen.ends_with(s.as_str())).max_by_key(|s| s.len()) {
-                return (seen[..seen.len() - stop.len()].to_owned(), Some(stop.clone()));
+                let hidden = if keeps_stop { 0 } else { stop.len() };
+                return (seen[..seen.len() - hidden].to_owned(), Some(stop.clone()));
             }
         }
         (text.to_owned(), None)
@@ -126,8 +132,10 @@ mod tests {
             let stops: Vec<String> =
                 (0..1 + rng.below(3)).map(|_| random_text(&mut rng, 4)).filter(|s| !s.is_empty()).collect();
             let text = random_text(&mut rng, 14);
-            let (expected, expected_stop) = naive(&text, &stops);
-            let (mut matcher, mut out, mut stopped) = (StopMatcher::new(&stops), String::new(), false);
+            let keeps_stop = rng.below(2) == 0;
+            let (expected, expected_stop) = naive(&text, &stops, keeps_stop);
+            let mut matcher = StopMatcher::new(&stops, keeps_stop);
+            let (mut out, mut stopped) = (String::new(), false);
             let mut chars = text.chars();
             loop {
                 let piece: String = chars.by_ref().take(1 + rng.below(3)).collect();
@@ -148,7 +156,7 @@ mod tests {
 
     #[test]
     fn holds_back_only_what_can_still_become_a_stop_string() {
-        let (mut matcher, mut out) = (StopMatcher::new(&["</s>".into()]), String::new());
+        let (mut matcher, mut out) = (StopMatcher::new(&["</s>".into()], false), String::new());
         assert!(!matcher.push("a < b </", &mut out));
         assert_eq!(out, "a < b ");
         assert!(!matcher.push("i>", &mut out));
@@ -157,7 +165,8 @@ mod tests {
 
     #[test]
     fn an_adversarial_stop_string_stays_linear() {
-        let (mut matcher, mut out) = (StopMatcher::new(&[format!("{}b", "a".repeat(1000))]), String::new());
+        let (mut matcher, mut out) =
+            (StopMatcher::new(&[format!("{}b", "a".repeat(1000))], false), String::new());
         for _ in 0..200_000 {
             assert!(!matcher.push("a", &mut out));
         }

@@ -174,14 +174,35 @@ fn cleanup_is_applied_only_when_the_model_asks() {
     assert_eq!(text(&load(&byte_folder(false, json!({}))), &ids, &[]).0, "a . b n't");
 }
 
+/// Counts bytes that are looked at, not time: a stream that decoded its text anew would look at five billion.
 #[test]
-fn empty_and_invalid_tokens_cost_linear_time() {
-    let model = load(&byte_folder(false, json!({})));
-    let mut decoder = model.decoder(&params(&["never"]));
-    let mut out = String::new();
-    // Quadratic decoding would take minutes here.
-    for i in 0..1_000_000_u32 {
-        model.push_token(&mut decoder, if i % 2 == 0 { 258 } else { 0x80 + i % 64 }, &mut out);
+fn tokens_that_decode_to_nothing_cost_as_much_as_others() {
+    const TOKENS: u32 = 100_000;
+    let model = load(&byte_folder(false, json!({"clean_up_tokenization_spaces": true})));
+    let kinds: [(&str, fn(u32) -> u32); 4] = [
+        ("special", |_| 258),
+        ("no such token", |_| 9999),
+        ("continuation bytes", |i| 0x80 + i % 64),
+        ("first bytes", |_| 0xF0),
+    ];
+    for (kind, token) in kinds {
+        let mut decoder = model.decoder(&params(&["never", "\u{fffd}x"]));
+        let mut out = String::new();
+        super::work::take();
+        for i in 0..TOKENS {
+            model.push_token(&mut decoder, token(i), &mut out);
+        }
+        model.finish_text(&mut decoder, &mut out);
+        let bytes = super::work::take();
+        assert!(bytes <= 64 * u64::from(TOKENS), "{kind}: {bytes} bytes were looked at");
     }
-    assert_eq!(out.chars().count(), 500_000);
+}
+
+#[test]
+fn a_kept_stop_string_ends_the_text() {
+    let model = load(&byte_folder(false, json!({})));
+    let params = TextParams { keeps_stop: true, ..params(&["é漢"]) };
+    let (mut decoder, mut out) = (model.decoder(&params), String::new());
+    let stopped = "aé漢b".bytes().any(|byte| model.push_token(&mut decoder, byte.into(), &mut out));
+    assert_eq!((out.as_str(), stopped), ("aé漢", true));
 }

@@ -21,6 +21,8 @@ pub(crate) struct Utf8Stream {
 impl Utf8Stream {
     /// Appends `bytes` and writes what is decided to `out`; linear in `bytes`.
     pub(crate) fn push(&mut self, bytes: &[u8], replacement: Replacement, out: &mut String) {
+        #[cfg(test)]
+        super::work::add(self.pending.len() + bytes.len());
         if self.pending.is_empty() {
             let rest = decode(bytes, replacement, out);
             self.pending.extend_from_slice(rest);

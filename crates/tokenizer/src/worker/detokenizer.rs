@@ -4,7 +4,7 @@ use crate::model::TextModel;
 use crate::stream::RequestDecoder;
 use lockstep_core::{FinishReason, RequestId, TokenId};
 use lockstep_wire::{
-    Begin, Delta, Echo, StepLogprobs, TextLogprobs, ToApi, ToDetokenizer, TokenLogprobs, TokenOut,
+    Begin, Delta, Echo, StepLogprobs, TextLogprobs, TextParams, ToApi, ToDetokenizer, TokenLogprobs, TokenOut,
 };
 use std::collections::HashMap;
 
@@ -23,6 +23,8 @@ pub struct DetokenizerWorker<'m> {
 struct Running {
     decoder: RequestDecoder,
     skip_special_tokens: bool,
+    /// The token that ended the answer is part of its text, if tokens of its kind are.
+    keeps_stop: bool,
     /// A prompt to be reported with the first token.
     echo: Vec<TokenId>,
 }
@@ -47,8 +49,9 @@ impl<'m> DetokenizerWorker<'m> {
                     if !prompt.is_empty() {
                         decoder.continue_text();
                     }
-                    let skip_special_tokens = text.skip_special_tokens;
-                    self.running.insert(id, Running { decoder, skip_special_tokens, echo: prompt });
+                    let TextParams { skip_special_tokens, keeps_stop, .. } = text;
+                    let running = Running { decoder, skip_special_tokens, keeps_stop, echo: prompt };
+                    self.running.insert(id, running);
                 }
                 None
             }
@@ -67,9 +70,10 @@ impl<'m> DetokenizerWorker<'m> {
         let running = self.running.get_mut(&id)?;
         let (model, skip) = (self.model, running.skip_special_tokens);
         let echo = take_echo(model, running, &tokens, logprobs.as_deref());
+        let hides_end = ends_with_eos && !running.keeps_stop;
         let decoder = &mut running.decoder;
         let mut text = String::new();
-        let with_text = tokens.len() - usize::from(ends_with_eos && !tokens.is_empty());
+        let with_text = tokens.len() - usize::from(hides_end && !tokens.is_empty());
         let mut stopped = tokens[..with_text].iter().any(|&t| model.push_token(decoder, t, &mut text));
         if finish.is_some() && !stopped {
             stopped = model.finish_text(decoder, &mut text);
@@ -82,7 +86,7 @@ impl<'m> DetokenizerWorker<'m> {
         }
         let logprobs = logprobs.map(|step| {
             let mut texts: Vec<_> = step.output.iter().map(|l| text_logprobs(model, l, skip)).collect();
-            if ends_with_eos && let Some(end) = texts.last_mut() {
+            if hides_end && let Some(end) = texts.last_mut() {
                 end.token.is_shown = false;
             }
             Box::new(texts)

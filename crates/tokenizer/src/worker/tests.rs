@@ -3,7 +3,8 @@ use crate::model::TextOptions;
 use crate::test_models::{TempFolder, WORDS, byte_folder};
 use lockstep_core::{FinishReason, Grammar, RequestId, SamplingParams};
 use lockstep_wire::{
-    Begin, Delta, GenerateRequest, Prompt, StepLogprobs, TextParams, TokenLogprobs, TokenOut, Usage,
+    Begin, Delta, GenerateRequest, Prompt, StepLogprobs, TextParams, TokenLogprobs, TokenOut, TokenizeParams,
+    Usage,
 };
 use serde_json::json;
 use std::sync::mpsc;
@@ -39,6 +40,7 @@ fn generate(id: u64, text: &str) -> ToTokenizer {
     ToTokenizer::Generate(Box::new(GenerateRequest {
         id: RequestId(id),
         prompt: Prompt::Text(text.into()),
+        tokenizing: TokenizeParams::default(),
         sampling: SamplingParams::default(),
         text: TextParams { skip_special_tokens: true, ..TextParams::default() },
         cache_salt: Some("salt".into()),
@@ -192,6 +194,7 @@ fn the_shared_worker_runs_both_loops_to_their_shutdown() {
 fn with_grammar(id: u64, text: &str, grammar: Grammar) -> ToTokenizer {
     let ToTokenizer::Generate(mut request) = generate(id, text) else { panic!("a request") };
     request.sampling.grammar = Some(grammar);
+    request.tokenizing.grammar_field = "regex".into();
     ToTokenizer::Generate(request)
 }
 
@@ -218,7 +221,8 @@ fn a_grammar_is_checked_and_the_vocabulary_goes_before_the_first_one() {
         .collect();
     assert_eq!(order, [(1, 2), (0, 1), (3, 2), (4, 2), (5, 3)]);
     assert!(matches!(&reported[..], [ToApi::Refused { id: RequestId(2), refusal }]
-        if refusal.status == 400 && refusal.code.as_deref() == Some("invalid_grammar")));
+        if refusal.code.as_deref() == Some("invalid_grammar") && refusal.param.as_deref() == Some("regex")
+            && refusal.message.starts_with("regex ")));
 }
 
 #[test]

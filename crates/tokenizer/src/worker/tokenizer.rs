@@ -5,7 +5,9 @@ use crate::error::TokenizerError;
 use crate::model::TextModel;
 use lockstep_core::{Grammar, Refusal, RequestId, TokenId};
 use lockstep_grammar::{Checker, GrammarError};
-use lockstep_wire::{GenerateRequest, Prompt, SubmitRequest, ToApi, ToScheduler, ToTokenizer};
+use lockstep_wire::{
+    GenerateRequest, Prompt, SubmitRequest, ToApi, ToScheduler, ToTokenizer, TokenizeParams,
+};
 use std::cell::OnceCell;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -30,16 +32,26 @@ pub struct TokenizerWorker<'m> {
     is_vocabulary_sent: bool,
 }
 
-/// A prompt and a grammar that are fine, and the prompt's tokens.
+/// A prompt and a grammar that are fine, and what came of them.
 struct Checked {
     prompt: Prompt,
+    tokenizing: TokenizeParams,
     grammar: Option<Grammar>,
-    tokens: Vec<TokenId>,
+    found: Found,
+}
+
+/// What the tokenizer says of a request.
+#[derive(Clone)]
+struct Found {
+    prompt: Vec<TokenId>,
+    bad_words: Vec<Vec<TokenId>>,
 }
 
 impl Checked {
     fn is_of(&self, request: &GenerateRequest) -> bool {
-        self.prompt == request.prompt && self.grammar == request.sampling.grammar
+        self.prompt == request.prompt
+            && self.tokenizing == request.tokenizing
+            && self.grammar == request.sampling.grammar
     }
 }
 
@@ -119,23 +131,28 @@ impl<'m> TokenizerWorker<'m> {
     fn tokenize(&mut self, request: GenerateRequest) -> Result<SubmitRequest, ToApi> {
         let known = self.last.take().filter(|last| last.is_of(&request));
         let checked = match known {
-            Some(checked) => Ok(checked.tokens),
+            Some(checked) => Ok(checked.found),
             None => self.check(&request),
         };
-        let GenerateRequest { id, prompt, sampling, text, cache_salt, priority } = request;
-        let tokens = checked.map_err(|refusal| ToApi::Refused { id, refusal })?;
-        let checked = Checked { prompt, grammar: sampling.grammar.clone(), tokens: tokens.clone() };
+        let GenerateRequest { id, prompt, tokenizing, mut sampling, text, cache_salt, priority } = request;
+        let found = checked.map_err(|refusal| ToApi::Refused { id, refusal })?;
+        let checked = Checked { prompt, tokenizing, grammar: sampling.grammar.clone(), found: found.clone() };
         self.last = self.waiting.front().is_some_and(|next| checked.is_of(next)).then_some(checked);
-        Ok(SubmitRequest { id, prompt: tokens, sampling, text, cache_salt, priority })
+        sampling.bad_words = found.bad_words;
+        Ok(SubmitRequest { id, prompt: found.prompt, sampling, text, cache_salt, priority })
     }
 
-    /// The prompt's tokens, once the grammar is known to be fine as well.
-    fn check(&self, request: &GenerateRequest) -> Result<Vec<TokenId>, Refusal> {
+    /// The tokens of a request, once its grammar is known to be fine as well.
+    fn check(&self, request: &GenerateRequest) -> Result<Found, Refusal> {
         if let Some(grammar) = &request.sampling.grammar {
-            self.check_grammar(grammar)?;
+            self.check_grammar(grammar, &request.tokenizing.grammar_field)?;
         }
         // A text that makes a library panic must cost its own request only, not the server.
-        let encode = || self.model.encode_prompt(&request.prompt);
+        let encode = || {
+            let prompt = self.model.encode_prompt_as(&request.prompt, &request.tokenizing)?;
+            let bad_words = self.model.encode_words(&request.tokenizing.bad_words)?;
+            Ok(Found { prompt, bad_words })
+        };
         catch_unwind(AssertUnwindSafe(encode)).unwrap_or_else(|_| {
             tracing::error!("the tokenizer panicked on the prompt of request {}", request.id);
             Err(Refusal::internal(
@@ -144,12 +161,13 @@ impl<'m> TokenizerWorker<'m> {
         })
     }
 
-    fn check_grammar(&self, grammar: &Grammar) -> Result<(), Refusal> {
+    /// Refusals name `field`.
+    fn check_grammar(&self, grammar: &Grammar, field: &str) -> Result<(), Refusal> {
         let checker = self.checker.get_or_init(|| Checker::new(&self.model.vocabulary()));
         let checked = checker.as_ref().map_err(Clone::clone).and_then(|checker| checker.check(grammar));
         checked.map_err(|error| {
-            let message = format!("the form asked for the answer cannot be enforced: {error}");
-            Refusal::invalid_param("response_format", message).with_code("invalid_grammar")
+            let message = format!("{field} asks for a form of the answer that cannot be enforced: {error}");
+            Refusal::invalid_param(field, message).with_code("invalid_grammar")
         })
     }
 }

@@ -5,7 +5,8 @@ mod random;
 use super::*;
 use serde_json::json;
 
-const FORMATS: [ToolFormat; 7] = [
+const FORMATS: [ToolFormat; 8] = [
+    ToolFormat::KimiK2,
     ToolFormat::Hermes,
     ToolFormat::Llama3Json,
     ToolFormat::Mistral,
@@ -65,8 +66,9 @@ fn reasoning(text: &str) -> Event {
     Event::ReasoningDelta(text.into())
 }
 
+/// As every format but Mistral's has it.
 fn call(index: usize, name: &str, arguments: &str) -> Vec<Event> {
-    let start = Event::ToolCallStart { index, id: format!("call_s{index}"), name: name.into() };
+    let start = Event::ToolCallStart { index, id: IdStyle::Call.id("s", index), name: name.into() };
     match arguments {
         "" => vec![start],
         _ => vec![start, Event::ToolCallArgumentsDelta { index, text: arguments.into() }],
@@ -75,13 +77,29 @@ fn call(index: usize, name: &str, arguments: &str) -> Vec<Event> {
 
 fn check(format: ToolFormat, answer: &str, expected: &[Vec<Event>]) {
     let setup = setup(Some(format), None);
-    assert_eq!(parse_whole(&setup, answer), expected.concat(), "{format:?}: {answer}");
+    let mut expected = expected.concat();
+    for event in &mut expected {
+        if let Event::ToolCallStart { index, id, .. } = event {
+            *id = format.id_style().id("s", *index);
+        }
+    }
+    assert_eq!(parse_whole(&setup, answer), expected, "{format:?}: {answer}");
     // The same a character at a time.
     let mut parser = AnswerParser::new(setup);
     let mut events: Vec<Event> =
         answer.chars().flat_map(|c| parser.push(c.encode_utf8(&mut [0; 4]))).collect();
     events.extend(parser.finish());
-    assert_eq!(joined(events), expected.concat(), "{format:?}, by characters: {answer}");
+    assert_eq!(joined(events), expected, "{format:?}, by characters: {answer}");
+}
+
+/// Mistral's templates refuse other ids when the call comes back in a later turn.
+#[test]
+fn mistral_ids_are_nine_letters_and_digits_and_all_different() {
+    let ids: std::collections::BTreeSet<String> =
+        (0..5000).map(|i| IdStyle::Nine.id(&format!("{}0x", i / 5), i % 5)).collect();
+    assert_eq!(ids.len(), 5000);
+    assert!(ids.iter().all(|id| id.len() == 9 && id.bytes().all(|b| b.is_ascii_alphanumeric())), "{ids:?}");
+    assert_eq!(IdStyle::Call.id("a0x", 3), "call_a0x3");
 }
 
 #[test]
@@ -143,6 +161,31 @@ fn mistral_calls() {
     assert!(matches!(&with_id[0], Event::ToolCallStart { id, .. } if id == "abcdefghi"), "{with_id:?}");
     for data in ["[TOOL_CALLS] are great", "[TOOL_CALLS][]", "[TOOL_CALLS][1]", "[TOOL", "[1, 2]"] {
         check(Mistral, data, &[vec![text(data)]]);
+    }
+}
+
+#[test]
+fn kimi_calls_keep_their_ids() {
+    let call = |id: &str, arguments: &str| {
+        format!("<|tool_call_begin|>{id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>")
+    };
+    let section = |calls: &str| format!("<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>");
+    let two = call("functions.get_weather:0", r#"{"city": "Bern"}"#) + &call("f:12", "{}");
+    let events = parse_whole(&setup(Some(ToolFormat::KimiK2), None), &format!("Well.{}", section(&two)));
+    let start =
+        |index, id: &str, name: &str| Event::ToolCallStart { index, id: id.into(), name: name.into() };
+    let arguments = |index, text: &str| Event::ToolCallArgumentsDelta { index, text: text.into() };
+    let expected = [
+        text("Well."),
+        start(0, "functions.get_weather:0", "get_weather"),
+        arguments(0, r#"{"city": "Bern"}"#),
+        start(1, "f:12", "f"),
+        arguments(1, "{}"),
+    ];
+    assert_eq!(events, expected);
+    for id in ["f", "functions.f:", "functions.:0", "functions.f:x", ""] {
+        let data = section(&call(id, "{}"));
+        check(ToolFormat::KimiK2, &data, &[vec![text(&data)]]);
     }
 }
 

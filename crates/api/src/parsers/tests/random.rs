@@ -62,6 +62,12 @@ const PIECES: &[&str] = &[
     "<|/tool_call|>",
     "<think>",
     "</think>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "functions.f:0",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>",
     "<｜tool▁sep｜>",
@@ -176,7 +182,11 @@ fn written_calls_come_back() {
         let is_marked = !matches!(format, ToolFormat::Llama3Json | ToolFormat::Pythonic);
         let before = if is_marked { rng.pick(&["", "Well, [1] {2} <b>.", "é"]) } else { "" };
         let behind = rng.pick(&["", "That is all."]);
-        let answer = format!("{before}{}\n{behind}", written(format, &wanted));
+        let calls = match format {
+            ToolFormat::Mistral if rng.below(2) == 0 => written_by_new_mistral(&wanted),
+            _ => written(format, &wanted),
+        };
+        let answer = format!("{before}{calls}\n{behind}");
         let events = parse_whole(&setup(Some(format), None), &answer);
         let mut told = String::new();
         let mut got: Vec<(String, String)> = Vec::new();
@@ -193,6 +203,11 @@ fn written_calls_come_back() {
         assert_eq!(got, wanted, "seed {seed}: {answer:?}");
         assert_eq!(told, format!("{before}{behind}"), "seed {seed}: {answer:?}");
     }
+}
+
+/// From its eleventh tokenizer on.
+fn written_by_new_mistral(calls: &[(&str, serde_json::Value)]) -> String {
+    calls.iter().map(|(name, arguments)| format!("[TOOL_CALLS]{name}[ARGS]{arguments}")).collect()
 }
 
 fn written(format: ToolFormat, calls: &[(&str, serde_json::Value)]) -> String {
@@ -215,6 +230,14 @@ fn written(format: ToolFormat, calls: &[(&str, serde_json::Value)]) -> String {
                 )
             });
             format!("<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>")
+        }
+        ToolFormat::KimiK2 => {
+            let calls = each(&|name, arguments| {
+                format!(
+                    "<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+                )
+            });
+            format!("<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>")
         }
         ToolFormat::Qwen3Coder => {
             let value = |value: &serde_json::Value| value.as_str().map_or(value.to_string(), str::to_owned);
