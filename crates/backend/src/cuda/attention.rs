@@ -30,8 +30,6 @@ const TILE_TOKENS_MIN: usize = 8;
 const BLOCKS_PER_SM: usize = 4;
 /// Query heads of one KV head that a block of the decode kernel takes together.
 const DECODE_ROWS: [usize; 3] = [4, 8, 16];
-/// Units (tokens times KV heads) per multiprocessor from which a third block helps more than it cuts.
-const DECODE_UNITS_MANY: usize = 6;
 /// Tokens that one launch of it takes, and its warps and their positions.
 const DECODE_TOKENS_MAX: usize = 512;
 const DECODE_WARPS: usize = 4;
@@ -62,7 +60,8 @@ struct AttentionKernels {
 enum TokenKernels {
     /// f32, by [`GROUPS`].
     Exact(Vec<Kernel>),
-    /// 16-bit types, by [`DECODE_ROWS`]; how many blocks a multiprocessor holds.
+    /// 16-bit types, by [`DECODE_ROWS`]; the blocks that the GPU holds at once, which every launch has: of
+    /// fewer, launched early, a multiprocessor may get more than its share.
     Decode(Vec<(Kernel, usize)>),
 }
 
@@ -89,7 +88,8 @@ impl AttentionKernels {
         let usable = if dim == HEAD_DIM_MAX { &names[..2] } else { &names };
         let plan = DecodePlan::new(&device.architecture(), dim);
         let kernels = usable.iter().zip(DECODE_ROWS).map(|(name, rows)| {
-            Ok((module.kernel(name, plan.shared_bytes(rows) as u32)?, plan.resident(rows)))
+            let blocks = plan.resident(rows) * device.sm_count;
+            Ok((module.kernel(name, plan.shared_bytes(rows) as u32)?, blocks))
         });
         Ok(Self { token: TokenKernels::Decode(kernels.collect::<Result<_>>()?), tile: Some(tile) })
     }
@@ -323,16 +323,14 @@ impl AttentionStep {
         heads: &[u32],
     ) {
         let (index, _) = fitting(&DECODE_ROWS[..kernels.len()], shape.local_heads / shape.local_kv_heads);
-        let (kernel, resident) = &kernels[index];
-        let (count, sm_count) = (self.tokens.len() / TOKEN_WORDS, self.device.sm_count);
-        let is_many = count * shape.local_kv_heads >= DECODE_UNITS_MANY * sm_count;
-        let blocks = sm_count * if *resident == 3 && !is_many { 2 } else { *resident };
+        let (kernel, blocks) = &kernels[index];
+        let count = self.tokens.len() / TOKEN_WORDS;
         for first in (0..count).step_by(DECODE_TOKENS_MAX) {
             let [q, k, v, tokens, pages, to] = places;
             let tokens = tokens + (first * TOKEN_WORDS * size_of::<u32>()) as u64;
             let args = self.arguments([q, k, v, tokens, pages, to]).words(heads);
             let args = args.int((count - first).min(DECODE_TOKENS_MAX));
-            let grid = Grid { blocks: [blocks, 1, 1], threads: 32 * DECODE_WARPS };
+            let grid = Grid { blocks: [*blocks, 1, 1], threads: 32 * DECODE_WARPS };
             // SAFETY: as above; two parts of a block fit the room for them.
             unsafe { kernel.launch(grid, args) };
         }

@@ -1,5 +1,6 @@
 //! One random case of each operation.
 
+use super::decode::decode;
 use super::{Probe, Random};
 use crate::cpu::CpuBackend;
 use crate::cuda::CudaBackend;
@@ -13,7 +14,7 @@ use lockstep_core::DType;
 use lockstep_core::config::{Activation, RopeFrequencies};
 
 /// The output of a case and its shape in words.
-type Case = Result<(Vec<f32>, String)>;
+pub(super) type Case = Result<(Vec<f32>, String)>;
 
 /// An operation and how far a result may be from the CPU's.
 pub(super) struct Operation {
@@ -55,6 +56,7 @@ pub(super) const ALL: &[Operation] = operations![
     scale "scale" 1.0;
     reduce_add_norm "reduce_add_norm" 2.5;
     attention "rope_and_store, attention" 3.0;
+    decode "attention of many requests" 2.5;
     moe "moe" 2.0;
 ];
 
