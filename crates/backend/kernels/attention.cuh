@@ -14,6 +14,9 @@ struct Heads {
 // A token of the step: its row in qkv and out, its position, where its page table starts, the first
 // position of its request that this step writes.
 struct Token { u32 row, position, first_page, fresh; };
+// Up to 128 consecutive tokens of a request: row of the first in qkv and out, how many, position of the
+// first, where the page table starts.
+struct Tile { u32 row, count, position, first_page; };
 
 // The maximum before anything was seen; below every score.
 constexpr float NOTHING = -1e30f;

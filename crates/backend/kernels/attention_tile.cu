@@ -1,14 +1,11 @@
-// Attention of 64 consecutive tokens of one request on tensor cores, for prefill (16-bit types only).
+// Attention of consecutive tokens of one request on tensor cores, for prefill (16-bit types only).
 //
-// Block (tile, query head), four warps of 16 tokens each. K and V go through shared memory 64 positions
+// Block (tile, query head, half of the tile's 128 tokens), four warps of 16 tokens each. K and V go through shared memory 64 positions
 // at a time; scores and output stay in the registers of mma.m16n8k16 (Dao 2023, "FlashAttention-2"). DIM is 64, 128 or 256, the first that holds a
 // head.
 
-// 64 consecutive tokens of a request, or fewer: row of the first in qkv and out, how many, position of
-// the first, where the page table starts.
-struct Tile { u32 row, count, position, first_page; };
-
 constexpr int KEYS = 64;
+constexpr u32 TOKENS = 64;
 
 __device__ __forceinline__ void attend(const elem* qkv, const elem* k_cache, const elem* v_cache, const Tile* tiles, const u32* all_pages, elem* out, const Heads& h) {
   constexpr int STRIDE = DIM + 8;  // rows of shared memory start in different banks
@@ -17,7 +14,12 @@ __device__ __forceinline__ void attend(const elem* qkv, const elem* k_cache, con
   elem* values = keys + KEYS * STRIDE;
   wait_for_previous();
   let_next_start();
-  const Tile tile = tiles[blockIdx.x];
+  Tile tile = tiles[blockIdx.x];
+  const u32 skipped = blockIdx.z * TOKENS;
+  if (skipped >= tile.count) return;
+  tile.row += skipped;
+  tile.position += skipped;
+  tile.count = min(tile.count - skipped, TOKENS);
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, quad = lane >> 2, pair = (lane & 3) * 2;
   const u32 head = blockIdx.y, kv_head = head / (h.heads / h.kv_heads), dim = h.head_dim;
   const u32* pages = all_pages + tile.first_page;

@@ -16,9 +16,10 @@ __device__ __forceinline__ void load_matrices_turned(u32* r, const elem* p) {
 }
 
 // Begins a copy of 16 bytes into shared memory; zeros unless `real`, and then `from` is not read.
-__device__ __forceinline__ void copy16(elem* to, const elem* from, bool real) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
+__device__ __forceinline__ void copy16_to(u32 to, const elem* from, bool real) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
 }
+__device__ __forceinline__ void copy16(elem* to, const elem* from, bool real) { copy16_to(shared_address(to), from, real); }
 // Ends a group of copies.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // All groups of this thread but the newest PENDING have arrived.

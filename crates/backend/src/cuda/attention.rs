@@ -1,7 +1,7 @@
 //! The paged KV pool on the device, and attention over it.
 //!
 //! A step's tokens are dealt to two kernels: rows of a few tokens go token by token, contexts cut so that
-//! every multiprocessor has the same work; longer rows go in tiles of 64 tokens (16-bit types). Which
+//! every multiprocessor has the same work; longer rows go in tiles of 128 tokens (16-bit types). Which
 //! kernel a token takes depends on how many its row has, and where a context is cut on what else is in the
 //! step, so a result may differ in its last bits; `docs/architecture.md`, "Numbers".
 //!
@@ -23,7 +23,7 @@ const HEAD_DIM_MAX: usize = 256;
 /// Query heads of one KV head that a block takes together.
 const GROUPS: [usize; 4] = [1, 2, 4, 8];
 /// Tokens of a tile.
-const TILE: usize = 64;
+const TILE: usize = 128;
 /// Rows of fewer tokens go token by token.
 const TILE_TOKENS_MIN: usize = 8;
 /// Blocks per multiprocessor that splitting aims at, in f32 mode.
@@ -40,6 +40,10 @@ const TILE_WORDS: usize = 4;
 /// Positions of shared memory that a tile holds at once, and padding of its rows in elements.
 const TILE_KEYS: usize = 64;
 const TILE_PADDING: usize = 8;
+/// Places of `attention_hopper.cu`, which hold K and V of as many positions as a tile has tokens; the
+/// alignment of the first.
+const HOPPER_STAGES: usize = 3;
+const HOPPER_ALIGNMENT: usize = 1024;
 
 /// K and V of all layers of this rank: `[layer][slot][kv_head][head_dim]` each.
 pub struct CudaKvCache {
@@ -53,7 +57,42 @@ pub struct CudaKvCache {
 struct AttentionKernels {
     token: TokenKernels,
     /// `None` in f32 mode.
-    tile: Option<Kernel>,
+    tile: Option<TileKernel>,
+}
+
+/// The kernel that takes tiles.
+enum TileKernel {
+    /// `attention_tile.cu`.
+    Portable(Kernel),
+    /// `attention_hopper.cu`.
+    Hopper(Kernel),
+}
+
+impl TileKernel {
+    fn load(device: &Rc<Device>, dim: usize, dtype: DType) -> Result<Self> {
+        let name = "attention_tile";
+        if device.architecture() == "sm_90a" && dim < HEAD_DIM_MAX {
+            // The queries take as much as K of a place.
+            let shared = (1 + 2 * HOPPER_STAGES) * TILE * dim * dtype.size_bytes() + HOPPER_ALIGNMENT;
+            let module = Source::AttentionHopper(dim).load(device, dtype)?;
+            return Ok(Self::Hopper(module.kernel(name, shared as u32)?));
+        }
+        let shared = 2 * TILE_KEYS * (dim + TILE_PADDING) * dtype.size_bytes();
+        Ok(Self::Portable(Source::AttentionTile(dim).load(device, dtype)?.kernel(name, shared as u32)?))
+    }
+
+    /// Queues attention of `tiles` tiles.
+    ///
+    /// # Safety
+    /// `args` are the kernel's, and valid for that many tiles and `heads` query heads.
+    unsafe fn launch(&self, tiles: usize, heads: usize, args: Args) {
+        let (kernel, blocks, threads) = match self {
+            Self::Portable(kernel) => (kernel, [tiles, heads, 2], 128),
+            Self::Hopper(kernel) => (kernel, [heads, tiles, 1], 256),
+        };
+        // SAFETY: the caller's promise.
+        unsafe { kernel.launch(Grid { blocks, threads }, args) };
+    }
 }
 
 /// The kernels that take tokens one by one.
@@ -81,8 +120,6 @@ impl AttentionKernels {
             let token = usable.iter().map(|name| module.kernel(name, 0)).collect::<Result<_>>()?;
             return Ok(Self { token: TokenKernels::Exact(token), tile: None });
         }
-        let shared = 2 * TILE_KEYS * (dim + TILE_PADDING) * dtype.size_bytes();
-        let tile = Source::AttentionTile(dim).load(device, dtype)?.kernel("attention_tile", shared as u32)?;
         let names = ["attention_decode_4", "attention_decode_8", "attention_decode_16"];
         let module = Source::AttentionDecode(dim).load(device, dtype)?;
         let usable = if dim == HEAD_DIM_MAX { &names[..2] } else { &names };
@@ -91,7 +128,10 @@ impl AttentionKernels {
             let blocks = plan.resident(rows) * device.sm_count;
             Ok((module.kernel(name, plan.shared_bytes(rows) as u32)?, blocks))
         });
-        Ok(Self { token: TokenKernels::Decode(kernels.collect::<Result<_>>()?), tile: Some(tile) })
+        Ok(Self {
+            token: TokenKernels::Decode(kernels.collect::<Result<_>>()?),
+            tile: Some(TileKernel::load(device, dim, dtype)?),
+        })
     }
 }
 
@@ -280,11 +320,10 @@ impl AttentionStep {
         let heads = head_words(args, cache.layout.page_size);
         if let Some(kernel) = cache.kernels.tile.as_ref().filter(|_| !self.tiles.is_empty()) {
             let tiles = self.tile_list.set(&device, staging, &self.tiles)?;
-            let grid = Grid { blocks: [self.tiles.len() / TILE_WORDS, shape.local_heads, 1], threads: 128 };
             let list = [q, k, v, tiles, pages, to];
             let args = list.into_iter().fold(Args::default(), Args::address).words(&heads);
             // SAFETY: tokens lie inside the tensors by the checks of `rows`; pages are the scheduler's.
-            unsafe { kernel.launch(grid, args) };
+            unsafe { kernel.launch(self.tiles.len() / TILE_WORDS, shape.local_heads, args) };
         }
         if self.tokens.is_empty() {
             return Ok(());
@@ -400,7 +439,7 @@ mod tests {
             assert_eq!(tiles.is_empty(), !tiled);
         }
         deal(&rows, true, &mut tokens, &mut tiles);
-        assert_eq!(tiles.as_chunks::<TILE_WORDS>().0[1], [65, 64, 128, 10]);
+        assert_eq!(tiles.as_chunks::<TILE_WORDS>().0[1], [129, 2, 192, 10]);
         assert_eq!(tokens.as_chunks::<TOKEN_WORDS>().0[1..3], [[131, 0, 1310, 0], [132, 1, 1310, 0]]);
     }
 

@@ -35,6 +35,8 @@ pub(super) enum Source {
     AttentionDecode(usize),
     /// `attention_tile.cu` likewise.
     AttentionTile(usize),
+    /// `attention_hopper.cu` likewise, 64 or 128; for sm_90a alone.
+    AttentionHopper(usize),
 }
 
 impl Source {
@@ -49,6 +51,7 @@ impl Source {
             Self::AttentionToken(dim) => format!("attention_token_{dim}"),
             Self::AttentionDecode(dim) => format!("attention_decode_{dim}"),
             Self::AttentionTile(dim) => format!("attention_tile_{dim}"),
+            Self::AttentionHopper(dim) => format!("attention_hopper_{dim}"),
         }
     }
 
@@ -65,6 +68,7 @@ impl Source {
             Self::AttentionToken(_) => &[attention, include_str!("../../kernels/attention_token.cu")],
             Self::AttentionDecode(_) => &[attention, mma, include_str!("../../kernels/attention_decode.cu")],
             Self::AttentionTile(_) => &[attention, mma, include_str!("../../kernels/attention_tile.cu")],
+            Self::AttentionHopper(_) => &[attention, mma, include_str!("../../kernels/attention_hopper.cu")],
         };
         format!("{}{}", include_str!("../../kernels/common.cuh"), parts.concat())
     }
@@ -81,7 +85,11 @@ impl Source {
             "-default-device".into(),
             format!("-DELEM={element}"),
         ];
-        if let Self::AttentionToken(dim) | Self::AttentionDecode(dim) | Self::AttentionTile(dim) = self {
+        if let Self::AttentionToken(dim)
+        | Self::AttentionDecode(dim)
+        | Self::AttentionTile(dim)
+        | Self::AttentionHopper(dim) = self
+        {
             options.push(format!("-DDIM={dim}"));
         }
         if let Self::AttentionDecode(dim) = self {
@@ -206,7 +214,7 @@ fn check(code: c_int, name: &str, problem: &str) -> Result<()> {
 mod tests {
     use super::*;
 
-    const ALL: [Source; 14] = [
+    const ALL: [Source; 16] = [
         Source::Pointwise,
         Source::Norm,
         Source::Rope,
@@ -221,6 +229,8 @@ mod tests {
         Source::AttentionTile(64),
         Source::AttentionTile(128),
         Source::AttentionTile(256),
+        Source::AttentionHopper(64),
+        Source::AttentionHopper(128),
     ];
 
     impl Source {
@@ -242,7 +252,7 @@ mod tests {
                 Self::AttentionDecode(_) => {
                     &["attention_decode_4", "attention_decode_8", "attention_decode_16"]
                 }
-                Self::AttentionTile(_) => &["attention_tile"],
+                Self::AttentionTile(_) | Self::AttentionHopper(_) => &["attention_tile"],
             }
         }
     }
@@ -304,7 +314,11 @@ mod tests {
     fn types(architecture: &str, source: Source) -> &'static [DType] {
         match (architecture, source) {
             ("sm_90a", Source::AttentionToken(_)) => &[DType::F32],
-            ("sm_90a", Source::AttentionDecode(_) | Source::AttentionTile(_)) => &[DType::Bf16, DType::F16],
+            (
+                "sm_90a",
+                Source::AttentionDecode(_) | Source::AttentionTile(_) | Source::AttentionHopper(_),
+            ) => &[DType::Bf16, DType::F16],
+            (_, Source::AttentionHopper(_)) => &[],
             ("sm_90a", _) => &[DType::F32, DType::Bf16, DType::F16],
             (_, Source::AttentionToken(128)) => &[DType::F32],
             (_, Source::AttentionDecode(128) | Source::AttentionTile(128)) => &[DType::Bf16],
