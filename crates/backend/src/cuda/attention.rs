@@ -9,181 +9,36 @@
 //! their contexts, and every address in them stays while the lists have room: a captured step can be
 //! replayed for longer contexts.
 
-use super::compile::Source;
+mod kernels;
+
+pub(super) use kernels::DecodePlan;
+
 use super::driver::{Address, Device};
 use super::launch::{Args, Grid, Kernel};
 use super::memory::{Buffer, List, Staging};
 use super::tensor::{CudaTensor, VECTOR};
 use crate::{Attention, AttentionBatch, AttentionRow, BackendError, KvLayout, QkvShape, Result};
-use lockstep_core::{DType, PageId};
+use kernels::{
+    AttentionKernels, DECODE_ROWS, DECODE_THREADS, GROUPS, HEAD_DIM_MAX, TILE, TokenKernels, fitting,
+};
+use lockstep_core::PageId;
 use std::rc::Rc;
 
-/// Largest head that the kernels take.
-const HEAD_DIM_MAX: usize = 256;
-/// Query heads of one KV head that a block takes together.
-const GROUPS: [usize; 4] = [1, 2, 4, 8];
-/// Tokens of a tile.
-const TILE: usize = 128;
 /// Rows of fewer tokens go token by token.
 const TILE_TOKENS_MIN: usize = 8;
 /// Blocks per multiprocessor that splitting aims at, in f32 mode.
 const BLOCKS_PER_SM: usize = 4;
-/// Query heads of one KV head that a block of the decode kernel takes together.
-const DECODE_ROWS: [usize; 3] = [4, 8, 16];
-/// Tokens that one launch of it takes, and its warps and their positions.
+/// Tokens that one launch of the decode kernel takes.
 const DECODE_TOKENS_MAX: usize = 512;
-const DECODE_WARPS: usize = 4;
-const DECODE_KEYS: usize = 16;
 /// Words of `Token` and of `Tile` in the kernels' sources.
 const TOKEN_WORDS: usize = 4;
 const TILE_WORDS: usize = 4;
-/// Positions of shared memory that a tile holds at once, and padding of its rows in elements.
-const TILE_KEYS: usize = 64;
-const TILE_PADDING: usize = 8;
-/// Places of `attention_hopper.cu`, which hold K and V of as many positions as a tile has tokens; the
-/// alignment of the first.
-const HOPPER_STAGES: usize = 3;
-const HOPPER_ALIGNMENT: usize = 1024;
-
 /// K and V of all layers of this rank: `[layer][slot][kv_head][head_dim]` each.
 pub struct CudaKvCache {
     k: Buffer,
     v: Buffer,
     layout: KvLayout,
     kernels: AttentionKernels,
-}
-
-/// The kernels for one head size.
-struct AttentionKernels {
-    token: TokenKernels,
-    /// `None` in f32 mode.
-    tile: Option<TileKernel>,
-}
-
-/// The kernel that takes tiles.
-enum TileKernel {
-    /// `attention_tile.cu`.
-    Portable(Kernel),
-    /// `attention_hopper.cu`.
-    Hopper(Kernel),
-}
-
-impl TileKernel {
-    fn load(device: &Rc<Device>, dim: usize, dtype: DType) -> Result<Self> {
-        let name = "attention_tile";
-        if device.architecture() == "sm_90a" && dim < HEAD_DIM_MAX {
-            // The queries take as much as K of a place.
-            let shared = (1 + 2 * HOPPER_STAGES) * TILE * dim * dtype.size_bytes() + HOPPER_ALIGNMENT;
-            let module = Source::AttentionHopper(dim).load(device, dtype)?;
-            return Ok(Self::Hopper(module.kernel(name, shared as u32)?));
-        }
-        let shared = 2 * TILE_KEYS * (dim + TILE_PADDING) * dtype.size_bytes();
-        Ok(Self::Portable(Source::AttentionTile(dim).load(device, dtype)?.kernel(name, shared as u32)?))
-    }
-
-    /// Queues attention of `tiles` tiles.
-    ///
-    /// # Safety
-    /// `args` are the kernel's, and valid for that many tiles and `heads` query heads.
-    unsafe fn launch(&self, tiles: usize, heads: usize, args: Args) {
-        let (kernel, blocks, threads) = match self {
-            Self::Portable(kernel) => (kernel, [tiles, heads, 2], 128),
-            Self::Hopper(kernel) => (kernel, [heads, tiles, 1], 256),
-        };
-        // SAFETY: the caller's promise.
-        unsafe { kernel.launch(Grid { blocks, threads }, args) };
-    }
-}
-
-/// The kernels that take tokens one by one.
-enum TokenKernels {
-    /// f32, by [`GROUPS`].
-    Exact(Vec<Kernel>),
-    /// 16-bit types, by [`DECODE_ROWS`]; the blocks that the GPU holds at once, which every launch has: of
-    /// fewer, launched early, a multiprocessor may get more than its share.
-    Decode(Vec<(Kernel, usize)>),
-}
-
-impl AttentionKernels {
-    fn load(device: &Rc<Device>, head_dim: usize, dtype: DType) -> Result<Self> {
-        let dim = if head_dim <= 64 {
-            64
-        } else if head_dim <= 128 {
-            128
-        } else {
-            256
-        };
-        if dtype == DType::F32 {
-            let names = ["attention_token_1", "attention_token_2", "attention_token_4", "attention_token_8"];
-            let module = Source::AttentionToken(dim).load(device, dtype)?;
-            let usable = if dim == HEAD_DIM_MAX { &names[..3] } else { &names };
-            let token = usable.iter().map(|name| module.kernel(name, 0)).collect::<Result<_>>()?;
-            return Ok(Self { token: TokenKernels::Exact(token), tile: None });
-        }
-        let names = ["attention_decode_4", "attention_decode_8", "attention_decode_16"];
-        let module = Source::AttentionDecode(dim).load(device, dtype)?;
-        let usable = if dim == HEAD_DIM_MAX { &names[..2] } else { &names };
-        let plan = DecodePlan::new(&device.architecture(), dim);
-        let kernels = usable.iter().zip(DECODE_ROWS).map(|(name, rows)| {
-            let blocks = plan.resident(rows) * device.sm_count;
-            Ok((module.kernel(name, plan.shared_bytes(rows) as u32)?, blocks))
-        });
-        Ok(Self {
-            token: TokenKernels::Decode(kernels.collect::<Result<_>>()?),
-            tile: Some(TileKernel::load(device, dim, dtype)?),
-        })
-    }
-}
-
-/// The first of `sizes` that holds `group`, else the last; its index and itself.
-fn fitting(sizes: &[usize], group: usize) -> (usize, usize) {
-    let index = sizes.iter().position(|size| *size >= group).unwrap_or(sizes.len() - 1);
-    (index, sizes[index])
-}
-
-/// How the decode kernel uses the shared memory of an architecture.
-pub(super) struct DecodePlan {
-    dim: usize,
-    /// Places of a warp's ring.
-    pub stages: usize,
-    /// Shared memory of a multiprocessor.
-    shared_bytes: usize,
-}
-
-impl DecodePlan {
-    /// For heads of up to `dim` elements on `architecture`, in NVRTC's name.
-    pub fn new(architecture: &str, dim: usize) -> Self {
-        let kib = match architecture.trim_end_matches('a') {
-            "sm_90" | "sm_100" | "sm_103" => 228,
-            "sm_80" | "sm_87" => 164,
-            // The least that any other has.
-            _ => 100,
-        };
-        let stages = match dim {
-            64 => 3,
-            128 => 2,
-            _ => (kib / 75).max(1),
-        };
-        Self { dim, stages, shared_bytes: kib << 10 }
-    }
-
-    /// Dynamic shared memory of a block: the rings of K and V, and as many places for queries.
-    fn shared_bytes(&self, rows: usize) -> usize {
-        let ring = DECODE_WARPS * DECODE_KEYS * 2 * self.dim;
-        self.stages * (ring + rows * (self.dim + TILE_PADDING)) * size_of::<u16>()
-    }
-
-    /// Blocks of a multiprocessor at once.
-    fn resident(&self, rows: usize) -> usize {
-        let by_registers = match self.dim {
-            64 => 4,
-            128 => 3,
-            _ => 1,
-        };
-        // What the kernel declares itself, and what the system takes.
-        let block = self.shared_bytes(rows) + 3072 + 1024;
-        (self.shared_bytes / block).clamp(1, by_registers)
-    }
 }
 
 impl CudaKvCache {
@@ -369,7 +224,7 @@ impl AttentionStep {
             let tokens = tokens + (first * TOKEN_WORDS * size_of::<u32>()) as u64;
             let args = self.arguments([q, k, v, tokens, pages, to]).words(heads);
             let args = args.int((count - first).min(DECODE_TOKENS_MAX));
-            let grid = Grid { blocks: [*blocks, 1, 1], threads: 32 * DECODE_WARPS };
+            let grid = Grid { blocks: [*blocks, 1, 1], threads: DECODE_THREADS };
             // SAFETY: as above; two parts of a block fit the room for them.
             unsafe { kernel.launch(grid, args) };
         }
@@ -444,35 +299,12 @@ mod tests {
     }
 
     #[test]
-    fn parts_fit_their_room() {
+    fn splits_fit_their_room() {
         for sm_count in [1, 16, 132] {
-            let blocks = 2 * BLOCKS_PER_SM * sm_count;
             for units in 1..3000 {
                 let splits = splits(units, sm_count);
-                assert!(splits == 1 || splits * units <= blocks);
+                assert!(splits == 1 || splits * units <= 2 * BLOCKS_PER_SM * sm_count);
             }
-            for dim in [64, 128, 256] {
-                for architecture in ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"] {
-                    let plan = DecodePlan::new(architecture, dim);
-                    for rows in DECODE_ROWS.into_iter().filter(|rows| rows * dim < 16 * HEAD_DIM_MAX) {
-                        let parts = 2 * plan.resident(rows) * sm_count * rows;
-                        assert!(parts <= blocks * 16 && parts * dim <= blocks * 8 * HEAD_DIM_MAX);
-                        // A block may have 1 KiB less than a multiprocessor.
-                        assert!(plan.shared_bytes(rows) + 3072 <= plan.shared_bytes - 1024);
-                    }
-                }
-            }
-            let resident = |dim, rows| DecodePlan::new("sm_90a", dim).resident(rows);
-            assert_eq!(
-                [resident(64, 4), resident(128, 8), resident(128, 16), resident(256, 4)],
-                [4, 3, 2, 1]
-            );
         }
-    }
-
-    #[test]
-    fn groups_take_the_smallest_kernel_that_holds_them() {
-        assert_eq!([1, 4, 5, 16, 40].map(|group| fitting(&DECODE_ROWS, group).1), [4, 4, 8, 16, 16]);
-        assert_eq!([1, 3, 9].map(|group| fitting(&GROUPS[..3], group)), [(0, 1), (2, 4), (2, 4)]);
     }
 }
