@@ -13,6 +13,8 @@ constexpr u32 WARPS = 4, KEYS = 16, CHUNK = WARPS * KEYS, THREADS = WARPS * 32;
 // Tokens of a launch, at most.
 constexpr u32 TOKENS_MAX = 512;
 constexpr u32 NO_SLOT = 0xffffffffu;
+// Steps of a product over a row, and its 16-byte pieces.
+constexpr u32 STEPS = DIM / 16, PIECES = DIM / 8;
 // Blocks of a multiprocessor that registers leave room for.
 constexpr int RESIDENT = DIM == 64 ? 4 : DIM == 128 ? 3 : 1;
 
@@ -103,9 +105,123 @@ struct Inputs {
 // the one that it began; `finished[b]` counts the parts of the unit that block b began.
 struct Parts { float* sums; float2* states; u32* finished; };
 
+// A warp's positions of a chunk, of which the first `visible` count, against its rows (8 for each of HALVES):
+// K at `keys`, V behind it.
+template <int HALVES>
+__device__ __forceinline__ void attend_chunk(const Heads& h, const elem* keys, u32 visible, const u32 (*query)[2 * HALVES], float (*acc)[4], float* largest, float* sum) {
+  constexpr bool WIDE = HALVES == 2;
+  const u32 lane = threadIdx.x & 31, pair = (lane & 3) * 2;
+  const elem* values = keys + KEYS * DIM;
+  float score[2][4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) score[0][i] = score[1][i] = 0;
+#pragma unroll
+  for (u32 s = 0; s < STEPS; s++) {
+    const u32 row = (lane >> 4) * 8 + (lane & 7), piece = s * 2 + ((lane >> 3) & 1);
+    u32 a[4] = {query[s][0], 0, query[s][1], 0}, b[4];
+    if (WIDE) { a[1] = query[s][1]; a[2] = query[s][2]; a[3] = query[s][3]; }
+    load_matrices(b, keys + row * DIM + (piece ^ (lane & 7)) * 8);
+    mma(score[0], a, b[0], b[1]);
+    mma(score[1], a, b[2], b[3]);
+  }
+  u32 weights[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int r = 0; r < HALVES; r++) {
+    float now = largest[r];
+#pragma unroll
+    for (u32 n = 0; n < 2; n++)
+#pragma unroll
+      for (u32 i = 0; i < 2; i++) {
+        float& e = score[n][2 * r + i];
+        e = n * 8 + pair + i < visible ? exponent(h, e) : -__int_as_float(0x7f800000);
+        now = fmaxf(now, e);
+      }
+    now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
+    now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
+    const float shrink = power2(largest[r] - now);
+    largest[r] = now;
+    sum[r] *= shrink;
+#pragma unroll
+    for (u32 n = 0; n < PIECES; n++) { acc[n][2 * r] *= shrink; acc[n][2 * r + 1] *= shrink; }
+#pragma unroll
+    for (u32 n = 0; n < 2; n++) {
+      const float low = power2(score[n][2 * r] - now), high = power2(score[n][2 * r + 1] - now);
+      sum[r] += low + high;
+      weights[2 * n + r] = pack2(low, high);
+    }
+  }
+#pragma unroll
+  for (u32 n = 0; n < STEPS; n++) {
+    u32 b[4];
+    load_matrices_turned(b, values + (lane & 15) * DIM + ((n * 2 + (lane >> 4)) ^ (lane & 7)) * 8);
+    mma(acc[2 * n], weights, b[0], b[1]);
+    mma(acc[2 * n + 1], weights, b[2], b[3]);
+  }
+}
+
+// Where a unit's result goes: rows of `dim` elements.
+template <int ROWS>
+struct Result {
+  elem* out;
+  u32 dim, rows;
+  // Calls each(row, d) for every fourth element of the rows, dealt to the threads.
+  template <typename Each>
+  __device__ __forceinline__ void each_four(Each each) const {
+    for (u32 i = threadIdx.x; i < rows * (DIM / 4); i += THREADS) each(i / (DIM / 4), i % (DIM / 4) * 4);
+  }
+  __device__ __forceinline__ void put(u32 row, u32 d, const float* sums, float total) const {
+    if (d < dim) *(uint2*)(out + row * dim + d) = make_uint2(pack2(sums[0] / total, sums[1] / total), pack2(sums[2] / total, sums[3] / total));
+  }
+};
+
+__device__ __forceinline__ void add_scaled(float* sums, float4 x, float factor) {
+  sums[0] += x.x * factor; sums[1] += x.y * factor; sums[2] += x.z * factor; sums[3] += x.w * factor;
+}
+
+// From the warps' sums and states: the result of a whole unit, else the block's part of it. `places` is the
+// first warp's; those of the others are a ring apart.
+template <int ROWS>
+__device__ __forceinline__ void join_warps(const Result<ROWS>& result, const float* places, const float2 (*states)[ROWS], const Parts& parts, u32 part, bool whole) {
+  result.each_four([&](u32 row, u32 d) {
+    float now = NOTHING, total = 0, sums[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (u32 w = 0; w < WARPS; w++) now = fmaxf(now, states[w][row].x);
+#pragma unroll
+    for (u32 w = 0; w < WARPS; w++) {
+      const float factor = power2(states[w][row].x - now);
+      total += states[w][row].y * factor;
+      add_scaled(sums, *(const float4*)(places + w * STAGES * KEYS * DIM + sum_place(row, d)), factor);
+    }
+    if (whole) return result.put(row, d, sums, total);
+    *(float4*)(parts.sums + ((u64)part * ROWS + row) * DIM + d) = make_float4(sums[0], sums[1], sums[2], sums[3]);
+    if (d == 0) parts.states[part * ROWS + row] = make_float2(now, total);
+  });
+}
+
+// The result of a unit that `count` blocks share, of which `owner` is the first.
+template <int ROWS>
+__device__ __forceinline__ void join_parts(const Result<ROWS>& result, const Parts& parts, u32 owner, u32 count) {
+  __threadfence();
+  result.each_four([&](u32 row, u32 d) {
+    // The owner's part is its second, every other block's its first.
+    auto place = [&](u32 p) { return ((owner + p) * 2 + (p == 0)) * ROWS + row; };
+    float now = NOTHING, total = 0, sums[4] = {0, 0, 0, 0};
+#pragma unroll 16
+    for (u32 p = 0; p < count; p++) now = fmaxf(now, __ldcg(&parts.states[place(p)]).x);
+#pragma unroll 16
+    for (u32 p = 0; p < count; p++) {
+      const float2 state = __ldcg(&parts.states[place(p)]);
+      const float factor = power2(state.x - now);
+      total += state.y * factor;
+      add_scaled(sums, __ldcg((const float4*)(parts.sums + (u64)place(p) * DIM + d)), factor);
+    }
+    result.put(row, d, sums, total);
+  });
+}
+
 template <int ROWS>
 __device__ __forceinline__ void attention_decode(const Inputs& in, elem* out, const Parts& parts, const Heads& h) {
-  constexpr u32 STEPS = DIM / 16, PIECES = DIM / 8, AT_ONCE = 32 / PIECES, PLACE = 2 * KEYS * DIM;
+  constexpr u32 AT_ONCE = 32 / PIECES, PLACE = 2 * KEYS * DIM;
   constexpr u32 QUERY_STRIDE = DIM + 8;
   constexpr bool WIDE = ROWS > 8;  // rows 8..15 are there
   constexpr int HALVES = WIDE ? 2 : 1;
@@ -207,55 +323,10 @@ __device__ __forceinline__ void attention_decode(const Inputs& in, elem* out, co
     for (;;) {
       wait_for_copies<STAGES - 1>();
       __syncwarp();
-      const elem *keys = ring + stage * PLACE, *values = keys + KEYS * DIM;
+      const elem* keys = ring + stage * PLACE;
       const u32 from = unit.begin + (x - unit.start) * CHUNK + warp * KEYS;
       if (from <= unit.token.position) {
-        const u32 visible = unit.token.position + 1 - from;
-        float score[2][4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) score[0][i] = score[1][i] = 0;
-#pragma unroll
-        for (u32 s = 0; s < STEPS; s++) {
-          const u32 row = (lane >> 4) * 8 + (lane & 7), piece = s * 2 + ((lane >> 3) & 1);
-          u32 a[4] = {query[s][0], 0, query[s][1], 0}, b[4];
-          if (WIDE) { a[1] = query[s][1]; a[2] = query[s][2]; a[3] = query[s][3]; }
-          load_matrices(b, keys + row * DIM + (piece ^ (lane & 7)) * 8);
-          mma(score[0], a, b[0], b[1]);
-          mma(score[1], a, b[2], b[3]);
-        }
-        u32 weights[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int r = 0; r < HALVES; r++) {
-          float now = largest[r];
-#pragma unroll
-          for (u32 n = 0; n < 2; n++)
-#pragma unroll
-            for (u32 i = 0; i < 2; i++) {
-              float& e = score[n][2 * r + i];
-              e = n * 8 + pair + i < visible ? exponent(h, e) : -__int_as_float(0x7f800000);
-              now = fmaxf(now, e);
-            }
-          now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
-          now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-          const float shrink = power2(largest[r] - now);
-          largest[r] = now;
-          sum[r] *= shrink;
-#pragma unroll
-          for (u32 n = 0; n < PIECES; n++) { acc[n][2 * r] *= shrink; acc[n][2 * r + 1] *= shrink; }
-#pragma unroll
-          for (u32 n = 0; n < 2; n++) {
-            const float low = power2(score[n][2 * r] - now), high = power2(score[n][2 * r + 1] - now);
-            sum[r] += low + high;
-            weights[2 * n + r] = pack2(low, high);
-          }
-        }
-#pragma unroll
-        for (u32 n = 0; n < STEPS; n++) {
-          u32 b[4];
-          load_matrices_turned(b, values + (lane & 15) * DIM + ((n * 2 + (lane >> 4)) ^ (lane & 7)) * 8);
-          mma(acc[2 * n], weights, b[0], b[1]);
-          mma(acc[2 * n + 1], weights, b[2], b[3]);
-        }
+        attend_chunk<HALVES>(h, keys, unit.token.position + 1 - from, query, acc, largest, sum);
       }
       __syncwarp();
       if (++x == stop) break;
@@ -277,52 +348,15 @@ __device__ __forceinline__ void attention_decode(const Inputs& in, elem* out, co
     }
     __syncthreads();
     const bool begun_here = unit.start >= first, whole = begun_here && unit.end <= last;
-    const u32 rows = head_count(unit);
-    elem* result = out + ((u64)unit.token.row * h.heads + unit.index / cuts * group + unit.index % cuts * ROWS) * dim;
-    const u32 part = blockIdx.x * 2 + begun_here;
-    for (u32 i = threadIdx.x; i < rows * (DIM / 4); i += THREADS) {
-      const u32 row = i / (DIM / 4), d = i % (DIM / 4) * 4;
-      float now = NOTHING, all = 0, a[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (u32 w = 0; w < WARPS; w++) now = fmaxf(now, states[w][row].x);
-#pragma unroll
-      for (u32 w = 0; w < WARPS; w++) {
-        const float factor = power2(states[w][row].x - now);
-        const float4 s = *(const float4*)((float*)memory + (w * STAGES + stage) * (PLACE / 2) + sum_place(row, d));
-        all += states[w][row].y * factor;
-        a[0] += s.x * factor; a[1] += s.y * factor; a[2] += s.z * factor; a[3] += s.w * factor;
-      }
-      if (whole) {
-        if (d < dim) *(uint2*)(result + row * dim + d) = make_uint2(pack2(a[0] / all, a[1] / all), pack2(a[2] / all, a[3] / all));
-        continue;
-      }
-      *(float4*)(parts.sums + ((u64)part * ROWS + row) * DIM + d) = make_float4(a[0], a[1], a[2], a[3]);
-      if (d == 0) parts.states[part * ROWS + row] = make_float2(now, all);
-    }
+    const Result<ROWS> result{out + ((u64)unit.token.row * h.heads + unit.index / cuts * group + unit.index % cuts * ROWS) * dim, dim, head_count(unit)};
+    join_warps(result, (const float*)memory + stage * (PLACE / 2), states, parts, blockIdx.x * 2 + begun_here, whole);
     if (!whole) {
       const u32 owner = unit.start / share, count = (unit.end - 1) / share - owner + 1;
       __threadfence();
       __syncthreads();
       if (threadIdx.x == 0) is_last = atomicInc(parts.finished + owner, count - 1) == count - 1;
       __syncthreads();
-      for (u32 i = threadIdx.x; is_last && i < rows * (DIM / 4); i += THREADS) {
-        const u32 row = i / (DIM / 4), d = i % (DIM / 4) * 4;
-        // The owner's part is its second, every other block's its first.
-        auto place = [&](u32 p) { return ((owner + p) * 2 + (p == 0)) * ROWS + row; };
-        float now = NOTHING, all = 0, a[4] = {0, 0, 0, 0};
-        __threadfence();
-#pragma unroll 16
-        for (u32 p = 0; p < count; p++) now = fmaxf(now, __ldcg(&parts.states[place(p)]).x);
-#pragma unroll 16
-        for (u32 p = 0; p < count; p++) {
-          const float2 state = __ldcg(&parts.states[place(p)]);
-          const float4 s = __ldcg((const float4*)(parts.sums + (u64)place(p) * DIM + d));
-          const float factor = power2(state.x - now);
-          all += state.y * factor;
-          a[0] += s.x * factor; a[1] += s.y * factor; a[2] += s.z * factor; a[3] += s.w * factor;
-        }
-        if (d < dim) *(uint2*)(result + row * dim + d) = make_uint2(pack2(a[0] / all, a[1] / all), pack2(a[2] / all, a[3] / all));
-      }
+      if (is_last) join_parts(result, parts, owner, count);
     }
     if (x == last) return;
     __syncthreads();
