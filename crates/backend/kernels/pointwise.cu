@@ -1,10 +1,12 @@
 // Rows moved and changed element by element.
 
-// out[t] = table[ids[t] - first_id], zeros where another rank holds the row. One block a token.
-extern "C" __global__ void embed(const elem* table, const u32* ids, u32 first_id, u32 table_rows, elem* out, u32 cols) {
+// out[t] = table[ids[t] - first_id], zeros where another rank holds the row. An id with its highest bit set
+// is the place in `chosen` of the token that the step before chose. One block a token.
+extern "C" __global__ void embed(const elem* table, const u32* ids, const u32* chosen, u32 first_id, u32 table_rows, elem* out, u32 cols) {
   wait_for_previous();
   let_next_start();
-  const u32 row = ids[blockIdx.x] - first_id;  // wraps for smaller ids, which are then too large
+  const u32 given = ids[blockIdx.x], id = given >> 31 ? chosen[given & 0x7fffffffu] : given;
+  const u32 row = id - first_id;  // wraps for smaller ids, which are then too large
   const elem* from = table + (u64)row * cols;
   elem* to = out + (u64)blockIdx.x * cols;
   for (u32 i = threadIdx.x * VEC; i < cols; i += blockDim.x * VEC)
@@ -78,6 +80,22 @@ extern "C" __global__ void __launch_bounds__(1024) argmax(const float* x, u32 st
     at = places[threadIdx.x];
   }
   if (threadIdx.x == 0) out[blockIdx.x] = make_float2(best, __uint_as_float(at == 0xffffffffu ? 0 : at));
+}
+
+// The token of each row from every rank's largest logit and its column, `[ranks][rows]`. Ranks hold
+// ascending ids, so that the first of equal ones is kept.
+extern "C" __global__ void pick(const float2* best, u32 ranks, u32 rows, u32 local_vocab, u32* chosen) {
+  wait_for_previous();
+  let_next_start();
+  const u32 row = blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= rows) return;
+  float2 largest = best[row];
+  u32 rank = 0;
+  for (u32 r = 1; r < ranks; r++) {
+    const float2 other = best[(u64)r * rows + row];
+    if (other.x > largest.x) { largest = other; rank = r; }
+  }
+  chosen[row] = rank * local_vocab + __float_as_uint(largest.y);
 }
 
 // NaN into `count` elements from `first`, for pages that nobody may read.

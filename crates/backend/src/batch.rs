@@ -24,3 +24,18 @@ pub struct AttentionRow {
     /// `i*page_size..(i+1)*page_size` and covers at least `start_position + token_count`.
     pub first_page: u32,
 }
+
+/// The numbers of a step that its operations will be given, one after the other.
+#[derive(Clone, Copy, Debug)]
+pub struct StepNumbers<'a> {
+    /// Input of [`Backend::embed`](crate::Backend::embed).
+    pub token_ids: &'a [u32],
+    /// Absolute position of each token.
+    pub positions: &'a [u32],
+    /// KV slot of each token.
+    pub slots: &'a [u32],
+    /// Input of [`Backend::attention`](crate::Backend::attention).
+    pub batch: AttentionBatch<'a>,
+    /// Input of [`Backend::gather_rows`](crate::Backend::gather_rows).
+    pub logit_tokens: &'a [u32],
+}

@@ -11,23 +11,25 @@
 //! * CPU results are bit-equal for a row whatever the other rows, thread count, page size,
 //!   chunking and tp size (1, 2, 4, 8) are; see `docs/architecture.md`, "Numbers".
 //!
-//! Reading order: this file, [`batch`], [`linear`], [`bands`], [`moe`], then [`cpu`] and [`cuda`].
+//! Reading order: this file, [`batch`], [`linear`], [`bands`], [`moe`], [`choice`], then [`cpu`] and [`cuda`].
 
 pub mod bands;
 pub mod batch;
+pub mod choice;
 pub mod cpu;
 pub mod cuda;
 pub mod linear;
 pub mod moe;
 
 pub use bands::Bands;
-pub use batch::{AttentionBatch, AttentionRow};
+pub use batch::{AttentionBatch, AttentionRow, StepNumbers};
+pub use choice::{CHOSEN_BIT, Choice, RowChoice};
 pub use linear::LinearSpec;
 pub use moe::{ExpertWeights, MoeArgs, MoeShape};
 
 use lockstep_comm::collective::Collective;
 use lockstep_core::config::{Activation, RopeFrequencies};
-use lockstep_core::{DType, PageId};
+use lockstep_core::{DType, PageId, TokenId};
 
 /// Errors of building or running device operations.
 #[derive(Debug, thiserror::Error)]
@@ -134,6 +136,8 @@ pub trait Backend {
     type Experts;
     /// Buffers of a mixture of experts; one serves all layers.
     type MoeWorkspace;
+    /// A step's operations as the device repeats them ([`Backend::record`]).
+    type Recording;
 
     /// E.g. `cpu avx512 x2`; shown in logs and `/server_info`.
     fn describe(&self) -> String;
@@ -275,6 +279,55 @@ pub trait Backend {
     fn argmax(&mut self, _x: &Self::Tensor, _rows: usize, _cols: usize) -> Result<Option<Vec<(f32, u32)>>> {
         Ok(None)
     }
+
+    // ---- tokens chosen on the device --------------------------------------------------------
+
+    /// Whether [`Backend::choose`] chooses such rows.
+    fn can_choose(&self, _row: &RowChoice) -> bool {
+        false
+    }
+    /// Queues the choice of a token for each of the first rows of `logits` `[rows, local_vocab]` (a tensor of
+    /// [`Backend::tensor_f32`]), the same on all ranks, and its way to the host. A later step names the
+    /// tokens by [`CHOSEN_BIT`]. Only for rows that [`Backend::can_choose`].
+    /// **Collective: all ranks of the TP group.**
+    fn choose(&mut self, _: &dyn Collective, _logits: &Self::Tensor, _choice: &Choice<'_>) -> Result<()> {
+        unreachable!("only for rows that can_choose takes")
+    }
+    /// Waits for the tokens of the oldest [`Backend::choose`] that have not been taken; they replace `tokens`.
+    /// Errors as [`Backend::read`]. At most two steps' tokens may wait to be taken.
+    fn take_chosen(&mut self, _tokens: &mut Vec<TokenId>) -> Result<()> {
+        unreachable!("nothing was chosen")
+    }
+
+    // ---- recorded steps ---------------------------------------------------------------------
+
+    /// How many rows the recording has that a decode step of `rows` rows takes, the missing ones as padding;
+    /// `None` where such a step is not recorded.
+    fn recorded_rows(&self, _rows: usize) -> Option<usize> {
+        None
+    }
+    /// The page that padding rows write to and read from; no request holds it.
+    fn padding_page(&self, _cache: &Self::KvCache) -> PageId {
+        unreachable!("only where steps are recorded")
+    }
+    /// Brings the numbers of the next step to the device, where its operations, queued or replayed, find them.
+    fn stage(&mut self, _numbers: &StepNumbers<'_>) -> Result<()> {
+        Ok(())
+    }
+    /// Records what `queue` queues, without running it: the operations of a step whose numbers have been
+    /// staged, and of which one with as many rows has run before. `None` where steps are not recorded.
+    fn record<E: From<BackendError>>(
+        &mut self,
+        _queue: impl FnOnce(&mut Self) -> std::result::Result<(), E>,
+    ) -> std::result::Result<Option<Self::Recording>, E> {
+        Ok(None)
+    }
+    /// Queues a recording for the numbers staged last. The caller keeps all tensors, weights and caches that it
+    /// names. False, and nothing is queued, when it is out of date: record again.
+    fn replay(&mut self, _recording: &Self::Recording) -> Result<bool> {
+        Ok(false)
+    }
+
     /// Fills K and V of these pages with NaN in every layer, so that a read of a page that was given
     /// back, or of a slot that was never written, shows in the logits. For debug builds and tests.
     fn poison(&mut self, cache: &mut Self::KvCache, pages: &[PageId]);

@@ -9,6 +9,7 @@ mod chat;
 mod child;
 mod client;
 mod config_only;
+mod device;
 mod error;
 mod flags;
 mod logging;
@@ -92,6 +93,8 @@ fn run(cli: Cli) -> Result<()> {
             BenchCommand::Hw(flags) => bench::hardware(&flags),
             BenchCommand::Decode(flags) => bench::decode(&flags),
             BenchCommand::Serve(flags) => bench::serve(&flags),
+            BenchCommand::Offline(flags) => bench::offline(&flags),
+            BenchCommand::Latency(flags) => bench::latency(&flags),
         },
     }
 }

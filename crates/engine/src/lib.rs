@@ -6,6 +6,8 @@
 //! | [`control`] | what the loop needs of the control plane |
 //! | [`links`] | that over ZeroMQ |
 //! | [`runner`] | plan → forward → tokens on a device |
+//! | [`inputs`] | a plan's numbers as a forward pass takes them |
+//! | [`recordings`] | decode steps that the device repeats |
 //! | [`logits`] | logits → tokens, equal on all ranks |
 //! | [`histories`] | what sampling remembers of a request |
 //! | [`logprobs`] | log-probabilities |
@@ -17,6 +19,7 @@
 //! | [`exchange`] | per-step message count and digest |
 //! | [`flight`] | what the scheduler was told and decided, and its replay |
 //! | [`timing`] | where the time of a request went, if it asks |
+//! | [`offline`] | the loop inside one process, for benchmarks |
 //! | [`start`] | from [`RankConfig`] to a running loop |
 //!
 //! **Invariant:** all ranks of a replica run the same steps on the same batches. What may differ
@@ -30,12 +33,15 @@ pub mod flight;
 mod gate;
 mod grammars;
 mod histories;
+mod inputs;
 pub mod links;
 mod logits;
 mod logprobs;
 mod masks;
 pub mod memory;
+pub mod offline;
 pub mod rank_loop;
+mod recordings;
 pub mod runner;
 pub mod sampler;
 pub mod start;

@@ -11,6 +11,7 @@ use crate::logprobs::Distribution;
 use crate::masks::MaskJob;
 use crate::sampler::{Sampler, argmax};
 use crate::{EngineError, Result};
+use lockstep_backend::{Choice, RowChoice};
 use lockstep_comm::collective::Collective;
 use lockstep_core::shard::VocabShard;
 use lockstep_core::{RequestId, SamplingParams, TokenId};
@@ -106,6 +107,12 @@ impl LogitsReader {
     pub(crate) fn begin<'a>(&'a mut self, plan: &'a StepPlan) -> (&'a GrammarSource, Vec<MaskJob<'a>>) {
         self.histories.begin(&plan.rows);
         (&self.grammars, self.histories.mask_jobs(&plan.rows))
+    }
+
+    /// The choice of a token for each row by the device.
+    pub(crate) fn choice<'a>(&self, rows: &'a [RowChoice]) -> Choice<'a> {
+        let Self { local_vocab, local_real, vocab_size, .. } = *self;
+        Choice { rows, local_vocab, local_real, vocab_size }
     }
 
     /// Columns of a row that are tokens of the model.
@@ -311,9 +318,13 @@ pub(crate) fn takes_only_best(plan: &StepPlan, rows: &[LogitRow]) -> bool {
 
 /// Whether a row wants nothing but the most likely token.
 fn takes_most_likely(row: &PlanRow) -> bool {
+    row.sampling.is_greedy() && leaves_logits(row)
+}
+
+/// Whether a row wants nothing but a token, chosen from the logits as the model gave them.
+pub(crate) fn leaves_logits(row: &PlanRow) -> bool {
     let params = &*row.sampling;
-    params.is_greedy()
-        && row.output_index >= params.min_tokens
+    row.output_index >= params.min_tokens
         && params.logprobs.is_none()
         && !row.prompt_logits
         && !params.changes_logits()

@@ -1,13 +1,19 @@
 //! Runs planned steps on a device: plan → forward → logits → tokens.
+//!
+//! Where the device chooses tokens itself ([`Backend::can_choose`]) a step is only queued: the next one finds
+//! them there, the host fetches them later. Steps of one token a row are replayed from recordings where the
+//! device has them ([`crate::recordings`]).
 
-use crate::logits::{Chosen, LogitRow, LogitsReader, takes_only_best};
+use crate::inputs::Inputs;
+use crate::logits::{Chosen, LogitsReader, leaves_logits, takes_only_best};
 use crate::masks;
+use crate::recordings::Recordings;
 use crate::{EngineError, Result};
-use lockstep_backend::{AttentionBatch, AttentionRow, Backend};
+use lockstep_backend::{Backend, CHOSEN_BIT, RowChoice};
 use lockstep_comm::collective::Collective;
 use lockstep_core::{Grammar, PageId, RequestId, StepId, TokenId};
-use lockstep_model::{Decoder, ForwardInput, Workspace};
-use lockstep_scheduler::{RowInput, StepPlan};
+use lockstep_model::{Decoder, Workspace};
+use lockstep_scheduler::StepPlan;
 use lockstep_wire::{StepLogprobs, Vocabulary};
 use std::collections::VecDeque;
 
@@ -41,18 +47,25 @@ pub trait Runner {
 
 /// The runner of one rank: a decoder shard, its KV pool and the sampler.
 pub struct ModelRunner<B: Backend> {
-    backend: B,
-    collective: Box<dyn Collective>,
-    decoder: Decoder<B>,
-    cache: B::KvCache,
-    work: Workspace<B>,
+    model: Model<B>,
+    recordings: Recordings<B>,
     logits: LogitsReader,
-    page_size: usize,
     inputs: Inputs,
+    /// How the rows of the step being launched choose, where the device does.
+    choices: Vec<RowChoice>,
     launched: VecDeque<Launched>,
     /// Tokens of the newest collected step, which a step planned before it was read may use.
     newest: Launched,
     spare: Vec<Chosen>,
+}
+
+/// What a forward pass needs.
+pub(crate) struct Model<B: Backend> {
+    pub(crate) backend: B,
+    pub(crate) collective: Box<dyn Collective>,
+    pub(crate) decoder: Decoder<B>,
+    pub(crate) cache: B::KvCache,
+    pub(crate) work: Workspace<B>,
 }
 
 /// Parts of a [`ModelRunner`] that the rank builds first.
@@ -81,17 +94,8 @@ pub struct RunnerParts<B: Backend> {
 struct Launched {
     step: StepId,
     chosen: Chosen,
-}
-
-/// Model inputs of one step, reused.
-#[derive(Default)]
-struct Inputs {
-    token_ids: Vec<TokenId>,
-    positions: Vec<u32>,
-    slots: Vec<u32>,
-    rows: Vec<AttentionRow>,
-    logit_tokens: Vec<u32>,
-    logit_rows: Vec<LogitRow>,
+    /// Its tokens are on the device, and on their way from there.
+    is_on_device: bool,
 }
 
 impl<B: Backend> ModelRunner<B> {
@@ -99,17 +103,15 @@ impl<B: Backend> ModelRunner<B> {
     pub fn new(parts: RunnerParts<B>) -> Self {
         let shard = parts.decoder.vocab_shard();
         let logits = LogitsReader::new(shard, parts.vocab_size, parts.eos_tokens, parts.reports_logprobs);
+        let RunnerParts { backend, collective, decoder, cache, work, page_size, .. } = parts;
         Self {
-            backend: parts.backend,
-            collective: parts.collective,
-            decoder: parts.decoder,
-            cache: parts.cache,
-            work: parts.work,
+            model: Model { backend, collective, decoder, cache, work },
+            recordings: Recordings::default(),
             logits,
-            page_size: parts.page_size,
-            inputs: Inputs::default(),
+            inputs: Inputs::new(page_size),
+            choices: Vec::new(),
             launched: VecDeque::with_capacity(2),
-            newest: Launched { step: StepId::MAX, chosen: Chosen::default() },
+            newest: Launched { step: StepId::MAX, chosen: Chosen::default(), is_on_device: false },
             spare: Vec::new(),
         }
     }
@@ -117,116 +119,77 @@ impl<B: Backend> ModelRunner<B> {
     /// Gives back what was made once for all requests; pool and activations end here. For callers that run one
     /// model under several schedules.
     pub fn into_device(self) -> (B, Decoder<B>, Box<dyn Collective>) {
-        (self.backend, self.decoder, self.collective)
+        let Model { backend, decoder, collective, .. } = self.model;
+        (backend, decoder, collective)
     }
 
-    /// Fills [`Inputs`] from a plan.
-    fn prepare(&mut self, plan: &StepPlan) -> Result<()> {
-        let page_size = self.page_size as u32;
-        let inputs = &mut self.inputs;
-        inputs.token_ids.clear();
-        inputs.token_ids.extend_from_slice(&plan.token_ids);
-        inputs.positions.clear();
-        inputs.slots.clear();
-        inputs.rows.clear();
-        inputs.logit_tokens.clear();
-        inputs.logit_rows.clear();
-        for (row_index, row) in plan.rows.iter().enumerate() {
-            if let RowInput::SampledBy { step, sample_index } = row.input {
-                let token = sampled(&self.launched, &self.newest, step, sample_index).ok_or_else(|| {
-                    EngineError::Internal(format!(
-                        "step {} needs token {sample_index} of step {step}",
-                        plan.step
-                    ))
-                })?;
-                inputs.token_ids[row.first_token as usize] = token;
+    /// Records decode steps of up to `rows_max` rows, where the device repeats recordings, so that none of
+    /// them has to be recorded while requests wait; gives how many sizes there are. `on_progress` hears (done,
+    /// total). **Collective: all ranks of the TP group.**
+    pub fn record(&mut self, rows_max: usize, on_progress: &dyn Fn(usize, usize)) -> Result<usize> {
+        self.recordings.prepare(&mut self.model, &mut self.inputs, rows_max, on_progress)
+    }
+
+    /// Whether the device chooses all tokens of a step; if so, how, in `self.choices`.
+    fn device_chooses(&mut self, plan: &StepPlan) -> bool {
+        self.choices.clear();
+        for row in plan.rows.iter().filter(|row| row.samples || row.prompt_logits) {
+            let choice = RowChoice::new(&row.sampling, row.output_index);
+            if !leaves_logits(row) || !self.model.backend.can_choose(&choice) {
+                return false;
             }
-            let pages = &plan.pages[row.first_page as usize..][..row.page_count as usize];
-            for position in row.start_position..row.start_position + row.token_count {
-                inputs.positions.push(position);
-                inputs.slots.push(pages[(position / page_size) as usize] * page_size + position % page_size);
-            }
-            inputs.rows.push(AttentionRow {
-                first_token: row.first_token,
-                token_count: row.token_count,
-                start_position: row.start_position,
-                first_page: row.first_page,
-            });
-            let end = row.first_token + row.token_count;
-            let wanted = match row.prompt_logits {
-                true => row.first_token..end,
-                false if row.samples => end - 1..end,
-                false => continue,
-            };
-            let first = inputs.logit_tokens.len();
-            inputs.logit_rows.push(LogitRow { row: row_index, first, count: wanted.len() });
-            inputs.logit_tokens.extend(wanted);
+            self.choices.push(choice);
         }
-        Ok(())
+        !self.choices.is_empty()
     }
 }
 
 /// The token sampled at `index` of step `step`, if that step is launched or the newest collected.
 fn sampled(launched: &VecDeque<Launched>, newest: &Launched, step: StepId, index: u32) -> Option<TokenId> {
     let holder = launched.iter().find(|l| l.step == step).or((newest.step == step).then_some(newest))?;
-    holder.chosen.tokens.get(index as usize).copied()
+    match holder.is_on_device {
+        // The device keeps the tokens of the step it was given last only.
+        true => launched.back().is_some_and(|last| last.step == step).then_some(CHOSEN_BIT | index),
+        false => holder.chosen.tokens.get(index as usize).copied(),
+    }
 }
 
 impl<B: Backend> Runner for ModelRunner<B> {
     fn launch(&mut self, plan: &StepPlan) -> Result<()> {
-        self.prepare(plan)?;
-        let inputs = &self.inputs;
-        let input = ForwardInput {
-            token_ids: &inputs.token_ids,
-            positions: &inputs.positions,
-            slots: &inputs.slots,
-            batch: AttentionBatch { rows: &inputs.rows, pages: &plan.pages },
-            logit_tokens: &inputs.logit_tokens,
-        };
-        let collective = &*self.collective;
+        let (launched, newest) = (&self.launched, &self.newest);
+        self.inputs.fill(plan, |step, index| sampled(launched, newest, step, index))?;
+        let is_on_device = self.device_chooses(plan);
         let (grammars, masks) = self.logits.begin(plan);
-        let logits = std::thread::scope(|scope| {
+        std::thread::scope(|scope| {
             masks::compute(scope, grammars, masks);
-            self.decoder.forward((&mut self.backend, collective), &input, &mut self.cache, &mut self.work)
+            self.recordings.forward(&mut self.model, &mut self.inputs)
         })?;
         let mut chosen = self.spare.pop().unwrap_or_default();
         chosen.clear();
-        let count = inputs.logit_tokens.len();
-        if count > 0 {
-            let best = match takes_only_best(plan, &inputs.logit_rows) {
-                true => self.backend.argmax(logits, count, self.logits.local_real())?,
-                false => None,
-            };
-            if let Some(best) = best {
-                self.logits.choose_best(&best, collective, &mut chosen.tokens)?;
-                self.launched.push_back(Launched { step: plan.step, chosen });
-                return Ok(());
-            }
-            let local = self.backend.read(logits, count)?;
-            if cfg!(debug_assertions)
-                && local.iter().take(count * self.logits.local_vocab()).any(|l| l.is_nan())
-            {
-                return Err(EngineError::Internal(format!(
-                    "logits of step {} are not numbers: a freed page was read, or the weights are broken",
-                    plan.step
-                )));
-            }
-            self.logits.choose(&local, plan, &inputs.logit_rows, collective, &mut chosen)?;
+        if is_on_device {
+            let choice = self.logits.choice(&self.choices);
+            let Model { backend, collective, work, .. } = &mut self.model;
+            backend.choose(&**collective, work.logits(), &choice)?;
+        } else {
+            self.choose_on_host(plan, &mut chosen)?;
         }
-        self.launched.push_back(Launched { step: plan.step, chosen });
+        self.launched.push_back(Launched { step: plan.step, chosen, is_on_device });
         Ok(())
     }
 
     fn poison(&mut self, freed: &[PageId]) -> Result<()> {
-        self.backend.poison(&mut self.cache, freed);
+        self.model.backend.poison(&mut self.model.cache, freed);
         Ok(())
     }
 
     fn collect(&mut self, tokens: &mut Vec<TokenId>) -> Result<StepId> {
-        let oldest = self
+        let mut oldest = self
             .launched
             .pop_front()
             .ok_or_else(|| EngineError::Internal("no step is in flight, so none can be collected".into()))?;
+        if std::mem::take(&mut oldest.is_on_device) {
+            self.model.backend.take_chosen(&mut oldest.chosen.tokens)?;
+        }
         tokens.clear();
         tokens.extend_from_slice(&oldest.chosen.tokens);
         let step = oldest.step;
@@ -249,5 +212,30 @@ impl<B: Backend> Runner for ModelRunner<B> {
 
     fn take_logprobs(&mut self, into: &mut Vec<(RequestId, StepLogprobs)>) {
         into.append(&mut self.newest.chosen.logprobs);
+    }
+}
+
+impl<B: Backend> ModelRunner<B> {
+    /// Waits for the step's logits and chooses from them.
+    fn choose_on_host(&mut self, plan: &StepPlan, chosen: &mut Chosen) -> Result<()> {
+        let Model { backend, collective, work, .. } = &mut self.model;
+        let (logits, rows, count) = (work.logits(), self.inputs.logit_rows(), self.inputs.logit_count());
+        if count == 0 {
+            return Ok(());
+        }
+        if takes_only_best(plan, rows)
+            && let Some(best) = backend.argmax(logits, count, self.logits.local_real())?
+        {
+            return self.logits.choose_best(&best, &**collective, &mut chosen.tokens);
+        }
+        let local = backend.read(logits, count)?;
+        let finite = count * self.logits.local_vocab();
+        if cfg!(debug_assertions) && local.iter().take(finite).any(|l| l.is_nan()) {
+            return Err(EngineError::Internal(format!(
+                "logits of step {} are not numbers: a freed page was read, or the weights are broken",
+                plan.step
+            )));
+        }
+        self.logits.choose(&local, plan, rows, &**collective, chosen)
     }
 }

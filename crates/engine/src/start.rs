@@ -37,15 +37,37 @@ pub struct Groups {
     pub tensors: Box<dyn Collective>,
 }
 
+/// A rank that is about to take its first step.
+pub struct Prepared<B: Backend> {
+    /// All ranks of the replica.
+    pub group: Box<dyn ProcessGroup>,
+    /// With nothing submitted.
+    pub scheduler: Scheduler,
+    /// Over the loaded model.
+    pub runner: ModelRunner<B>,
+    /// What the rank tells of itself.
+    pub info: EngineInfo,
+}
+
 /// Runs one rank until it is told to stop. **Collective: all ranks of the replica.**
 ///
-/// `on_progress` hears how many parts of the model are loaded.
+/// `on_progress` hears how many parts of the model are loaded, then how many steps are recorded.
 pub fn run<B: Backend>(
+    config: &RankConfig,
+    backend: B,
+    groups: Groups,
+    on_progress: Progress<'_>,
+) -> Result<()> {
+    serve(config, prepare(config, backend, groups, on_progress)?)
+}
+
+/// Loads the model and sizes the pool. **Collective: all ranks of the replica.**
+pub fn prepare<B: Backend>(
     config: &RankConfig,
     backend: B,
     mut groups: Groups,
     on_progress: Progress<'_>,
-) -> Result<()> {
+) -> Result<Prepared<B>> {
     let started = Instant::now();
     let source = open_source(config)?;
     let model = source.config().clone();
@@ -85,8 +107,16 @@ pub fn run<B: Backend>(
         notes: warning.into_iter().collect(),
         ..EngineInfo::default()
     };
-    let runner = loaded.into_runner(config, layout, groups.tensors, model.vocab_size)?;
-    serve(config, groups.replica, scheduler, runner, info)
+    let mut runner = loaded.into_runner(config, layout, groups.tensors, model.vocab_size)?;
+    let recording = Instant::now();
+    let recorded = runner.record(config.batching.running_max, on_progress)?;
+    if recorded > 0 {
+        tracing::info!(
+            "recorded {recorded} sizes of decode steps in {:.2} s",
+            recording.elapsed().as_secs_f64()
+        );
+    }
+    Ok(Prepared { group: groups.replica, scheduler, runner, info })
 }
 
 /// The model's files, or weights made up in their place; rank 0 says what is unpacked while loading.
@@ -164,21 +194,11 @@ impl<B: Backend> Loaded<B> {
 }
 
 /// Connects the control plane, tells the api that all ranks are ready, and loops.
-fn serve<R: Runner>(
-    config: &RankConfig,
-    mut group: Box<dyn ProcessGroup>,
-    scheduler: Scheduler,
-    runner: R,
-    info: EngineInfo,
-) -> Result<()> {
+fn serve<B: Backend>(config: &RankConfig, prepared: Prepared<B>) -> Result<()> {
+    let Prepared { mut group, scheduler, runner, info } = prepared;
     let context = Context::new();
-    let patience = Duration::from_millis(config.collective_timeout_ms);
-    let settings = LoopSettings {
-        overlap: config.batching.overlap,
-        collective_timeout: patience,
-        request_timeout_ms: config.batching.request_timeout_ms,
-        flight_segment_bytes: flight::SEGMENT_BYTES,
-    };
+    let settings = loop_settings(config);
+    let patience = settings.collective_timeout;
     if config.parallel.is_primary() {
         let mut links = ZmqPrimary::open(&context, &config.links, group.size() - 1, patience)?;
         group.barrier(Patience::Idle)?;
@@ -201,6 +221,16 @@ fn serve<R: Runner>(
         let role: Role<ZmqPrimary, ZmqFollower> = Role::Follower(links);
         let mut rank_loop = RankLoop::new(role, group, scheduler, runner, settings, info);
         run_recorded(&mut rank_loop, config)
+    }
+}
+
+/// The loop's choices as the flags say.
+pub(crate) fn loop_settings(config: &RankConfig) -> LoopSettings {
+    LoopSettings {
+        overlap: config.batching.overlap,
+        collective_timeout: Duration::from_millis(config.collective_timeout_ms),
+        request_timeout_ms: config.batching.request_timeout_ms,
+        flight_segment_bytes: flight::SEGMENT_BYTES,
     }
 }
 

@@ -66,6 +66,7 @@ pub struct Workspace<B: Backend> {
     feed_forward: FeedForwardBuffers<B>,
     last: B::Tensor,
     logits: B::Tensor,
+    logits_max: usize,
 }
 
 impl<B: Backend> Workspace<B> {
@@ -88,7 +89,18 @@ impl<B: Backend> Workspace<B> {
             feed_forward: FeedForwardBuffers::new(backend, config, parallel, tokens_max)?,
             last: backend.tensor(logits_max, config.hidden_size)?,
             logits: backend.tensor_f32(logits_max, widths.vocab)?,
+            logits_max,
         })
+    }
+
+    /// This rank's logits of the last step, `[logit_tokens, local_vocab]`.
+    pub fn logits(&self) -> &B::Tensor {
+        &self.logits
+    }
+
+    /// Rows of logits that a step may want.
+    pub fn logits_max(&self) -> usize {
+        self.logits_max
     }
 
     /// Bytes that [`Workspace::new`] asks for.

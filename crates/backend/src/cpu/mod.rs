@@ -115,6 +115,7 @@ impl Backend for CpuBackend {
     type RopeTable = CpuRopeTable;
     type Experts = CpuExperts;
     type MoeWorkspace = CpuMoeWorkspace;
+    type Recording = std::convert::Infallible;
 
     fn describe(&self) -> String {
         format!("cpu {} x{}", self.isa.name(), self.threads())

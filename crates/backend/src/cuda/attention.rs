@@ -63,6 +63,11 @@ impl CudaKvCache {
         Ok(Self { k: pool()?, v: pool()?, layout, kernels })
     }
 
+    /// The page behind those of the layout, for rows that pad a step.
+    pub(super) fn padding_page(&self) -> PageId {
+        self.layout.num_pages as PageId
+    }
+
     /// The layout it was made with.
     pub fn layout(&self) -> &KvLayout {
         &self.layout
@@ -97,9 +102,9 @@ impl CudaKvCache {
     }
 }
 
-/// Elements of K (or V) of a layer.
+/// Elements of K (or V) of a layer, the padding page included.
 fn layer_elements(layout: &KvLayout) -> usize {
-    layout.num_pages * layout.page_size * layout.local_kv_heads * layout.head_dim
+    (layout.num_pages + 1) * layout.page_size * layout.local_kv_heads * layout.head_dim
 }
 
 /// Where the tokens of the current step are, on the device, and room for splits.
@@ -149,6 +154,25 @@ impl AttentionStep {
         self.rows.clear();
         self.rows.extend_from_slice(batch.rows);
         deal(batch.rows, tiled, &mut self.tokens, &mut self.tiles);
+    }
+
+    /// Brings what a step's attention will need to the device.
+    pub(super) fn stage(
+        &mut self,
+        staging: &mut Staging,
+        batch: &AttentionBatch<'_>,
+        tiled: bool,
+    ) -> Result<()> {
+        self.deal(batch, tiled);
+        let device = Rc::clone(&self.device);
+        self.page_list.set(&device, staging, batch.pages)?;
+        if !self.tiles.is_empty() {
+            self.tile_list.set(&device, staging, &self.tiles)?;
+        }
+        if !self.tokens.is_empty() {
+            self.token_list.set(&device, staging, &self.tokens)?;
+        }
+        Ok(())
     }
 
     /// Queues attention of all tokens of a step. Panics when tensors or pool are of another shape.

@@ -10,6 +10,7 @@ use lockstep_comm::function_table;
 use lockstep_comm::library::{Library, LibraryError};
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 /// Address in device memory.
@@ -39,6 +40,16 @@ function_table! {
         free_host = c"cuMemFreeHost" (*mut c_void);
         stream_create = c"cuStreamCreate" (*mut Handle, c_uint);
         stream_query = c"cuStreamQuery" (Handle);
+        capture_begin = c"cuStreamBeginCapture_v2" (Handle, c_uint);
+        capture_end = c"cuStreamEndCapture" (Handle, *mut Handle);
+        graph_instantiate = c"cuGraphInstantiateWithFlags" (*mut Handle, Handle, u64);
+        graph_launch = c"cuGraphLaunch" (Handle, Handle);
+        graph_destroy = c"cuGraphDestroy" (Handle);
+        graph_executable_destroy = c"cuGraphExecDestroy" (Handle);
+        event_create = c"cuEventCreate" (*mut Handle, c_uint);
+        event_record = c"cuEventRecord" (Handle, Handle);
+        event_query = c"cuEventQuery" (Handle);
+        event_destroy = c"cuEventDestroy_v2" (Handle);
         module_load = c"cuModuleLoadData" (*mut Handle, *const c_void);
         module_function = c"cuModuleGetFunction" (*mut Handle, Handle, *const c_char);
         function_set = c"cuFuncSetAttribute" (Handle, c_int, c_int);
@@ -75,6 +86,7 @@ const OUT_OF_MEMORY: c_int = 2;
 const NO_DEVICE: c_int = 100;
 const NOT_READY: c_int = 600;
 const STREAM_NON_BLOCKING: c_uint = 1;
+const EVENT_WITHOUT_TIME: c_uint = 2;
 const MULTIPROCESSOR_COUNT: c_int = 16;
 const CAPABILITY_MAJOR: c_int = 75;
 const CAPABILITY_MINOR: c_int = 76;
@@ -96,6 +108,10 @@ pub(super) struct Device {
     patience: Option<Duration>,
     /// Something queued never ends: nothing may wait for this device any more, nor free its memory.
     is_lost: Cell<bool>,
+    /// What is queued now is recorded instead of run.
+    is_recording: Cell<bool>,
+    /// How often memory that recordings name has moved.
+    moves: Cell<u64>,
 }
 
 impl Device {
@@ -164,8 +180,18 @@ impl Device {
             check_start(&api, (api.context_set)(context), "entering the context")?;
             check_start(&api, (api.stream_create)(&raw mut stream, STREAM_NON_BLOCKING), "making a stream")?;
         }
-        let (failure, is_lost) = (RefCell::default(), Cell::new(false));
-        Ok(Self { api, stream, name, sm_count, capability, failure, patience, is_lost })
+        Ok(Self {
+            api,
+            stream,
+            name,
+            sm_count,
+            capability,
+            failure: RefCell::default(),
+            patience,
+            is_lost: Cell::new(false),
+            is_recording: Cell::new(false),
+            moves: Cell::new(0),
+        })
     }
 
     /// An error that says what was being done, unless `code` is success.
@@ -188,11 +214,21 @@ impl Device {
     /// Waits until everything queued has run; what failed meanwhile is an error here, and so is a wait
     /// beyond the patience, after which the device is lost to this process.
     pub fn wait(&self) -> Result<()> {
+        // SAFETY: the stream lives as long as the process.
+        self.wait_until(|| unsafe { (self.api.stream_query)(self.stream) })
+    }
+
+    /// [`Device::wait`] for what was queued before `event` was recorded.
+    pub fn wait_for(&self, event: &Event) -> Result<()> {
+        // SAFETY: the event lives as long as its borrow.
+        self.wait_until(|| unsafe { (self.api.event_query)(event.handle) })
+    }
+
+    fn wait_until(&self, query: impl Fn() -> c_int) -> Result<()> {
         self.report()?;
         let started = Instant::now();
         loop {
-            // SAFETY: the stream lives as long as the process.
-            match unsafe { (self.api.stream_query)(self.stream) } {
+            match query() {
                 NOT_READY => {}
                 code => return self.check(code, "running queued operations"),
             }
@@ -213,6 +249,26 @@ impl Device {
     /// Whether a wait has given up: calls that wait for the device would hang.
     pub fn is_lost(&self) -> bool {
         self.is_lost.get()
+    }
+
+    /// Whether what is queued now is recorded instead of run.
+    pub fn is_recording(&self) -> bool {
+        self.is_recording.get()
+    }
+
+    /// From here on what is queued is recorded (or run again).
+    pub fn set_recording(&self, recording: bool) {
+        self.is_recording.set(recording);
+    }
+
+    /// Memory that a recording may name has moved: every recording is of no use any more.
+    pub fn note_move(&self) {
+        self.moves.set(self.moves.get() + 1);
+    }
+
+    /// How often [`Device::note_move`] was called.
+    pub fn moves(&self) -> u64 {
+        self.moves.get()
     }
 
     /// (Free, total) bytes of device memory.
@@ -239,6 +295,38 @@ impl Device {
 fn architecture((major, minor): (c_int, c_int)) -> String {
     let suffix = if major >= 9 { "a" } else { "" };
     format!("sm_{major}{minor}{suffix}")
+}
+
+/// A point in the stream.
+pub(super) struct Event {
+    device: Rc<Device>,
+    handle: Handle,
+}
+
+impl Event {
+    /// One that has not been recorded, which counts as reached.
+    pub fn new(device: &Rc<Device>) -> Result<Self> {
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the out-pointer is valid and the context is current.
+        let code = unsafe { (device.api.event_create)(&raw mut handle, EVENT_WITHOUT_TIME) };
+        device.check(code, "making an event")?;
+        Ok(Self { device: Rc::clone(device), handle })
+    }
+
+    /// Moves the point behind everything queued so far.
+    pub fn record(&self) -> Result<()> {
+        // SAFETY: event and stream live as long as the borrow.
+        let code = unsafe { (self.device.api.event_record)(self.handle, self.device.stream) };
+        self.device.check(code, "recording an event")
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: made by `new` and destroyed once; the driver keeps what is still queued. An error here
+        // has been or will be reported by whatever uses the device.
+        unsafe { (self.device.api.event_destroy)(self.handle) };
+    }
 }
 
 /// Whether an allocation failed for lack of memory.

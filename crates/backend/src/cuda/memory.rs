@@ -12,8 +12,8 @@ use std::rc::Rc;
 
 /// Bytes of the pinned ring; weights are loaded through it.
 const STAGING_BYTES: usize = 64 << 20;
-/// Entries by which a list grows.
-const LIST_STEP: usize = 4096;
+/// Entries of a list at first; then it doubles.
+const LIST_MIN: usize = 4096;
 
 /// Device memory of its own.
 pub(super) struct Buffer {
@@ -82,14 +82,15 @@ impl Drop for Buffer {
 }
 
 /// Pinned host memory.
-struct Pinned {
+pub(super) struct Pinned {
     device: Rc<Device>,
     start: *mut u8,
     bytes: usize,
 }
 
 impl Pinned {
-    fn new(device: &Rc<Device>, bytes: usize) -> Result<Self> {
+    /// Errors when the system has none.
+    pub fn new(device: &Rc<Device>, bytes: usize) -> Result<Self> {
         let mut start: *mut c_void = std::ptr::null_mut();
         // SAFETY: the out-pointer is valid and the context is current.
         let code = unsafe { (device.api.allocate_host)(&raw mut start, bytes, 0) };
@@ -99,6 +100,34 @@ impl Pinned {
         }
         device.check(code, "allocating pinned memory")?;
         Ok(Self { device: Rc::clone(device), start: start.cast(), bytes })
+    }
+
+    /// Makes it at least `bytes` large, with other content. Waits for the device if it was smaller.
+    pub fn reserve(&mut self, bytes: usize) -> Result<()> {
+        if self.bytes < bytes {
+            self.device.wait()?;
+            *self = Self::new(&self.device, bytes.next_power_of_two())?;
+        }
+        Ok(())
+    }
+
+    /// Queues a copy of `bytes` bytes from the device. Panics when they do not fit.
+    ///
+    /// # Safety
+    /// `from` is valid for `bytes` bytes of device memory, and nobody looks at this memory until the copy has run.
+    pub unsafe fn copy_from(&mut self, from: Address, bytes: usize) -> Result<()> {
+        assert!(bytes <= self.bytes, "{bytes} bytes into pinned memory of {}", self.bytes);
+        let device = &self.device;
+        // SAFETY: both ranges are valid by the assertion and the caller's promise.
+        let code = unsafe { (device.api.copy_out)(self.start.cast(), from, bytes, device.stream) };
+        device.check(code, "copying from the device")
+    }
+
+    /// Its first `bytes` bytes; what a copy that has not run will write there is undefined. Panics beyond the end.
+    pub fn bytes(&self, bytes: usize) -> &[u8] {
+        assert!(bytes <= self.bytes, "{bytes} bytes of pinned memory of {}", self.bytes);
+        // SAFETY: allocated by `new`, and inside by the assertion; callers wait for copies before.
+        unsafe { std::slice::from_raw_parts(self.start, bytes) }
     }
 }
 
@@ -137,6 +166,12 @@ impl Staging {
     /// # Safety
     /// `to` is valid for `data.len()` bytes of device memory.
     pub unsafe fn copy_in(&mut self, to: Address, data: &[u8]) -> Result<()> {
+        if self.device.is_recording() {
+            return Err(BackendError::Device {
+                operation: "recording a step".into(),
+                problem: "its numbers were not on the device".into(),
+            });
+        }
         let mut done = 0;
         while done < data.len() {
             if self.used == self.ring.bytes {
@@ -165,18 +200,12 @@ impl Staging {
     /// # Safety
     /// `from` is valid for `bytes` bytes of device memory.
     pub unsafe fn copy_out(&mut self, from: Address, bytes: usize) -> Result<&[u8]> {
-        if self.out.bytes < bytes {
-            self.device.wait()?;
-            self.out = Pinned::new(&self.device, bytes.next_power_of_two())?;
-        }
-        let device = &self.device;
-        // SAFETY: the pinned buffer holds `bytes`, the device range is valid by the caller's promise.
-        let code = unsafe { (device.api.copy_out)(self.out.start.cast(), from, bytes, device.stream) };
-        device.check(code, "copying from the device")?;
-        device.wait()?;
+        self.out.reserve(bytes)?;
+        // SAFETY: the device range is valid by the caller's promise; nobody looks before the wait.
+        unsafe { self.out.copy_from(from, bytes)? };
+        self.device.wait()?;
         self.used = 0;
-        // SAFETY: the copy has ended and nothing else writes there.
-        Ok(unsafe { std::slice::from_raw_parts(self.out.start, bytes) })
+        Ok(self.out.bytes(bytes))
     }
 }
 
@@ -204,7 +233,8 @@ impl<T: Pod + PartialEq> List<T> {
                 buffer
             }
             buffer => {
-                let room = values.len().next_multiple_of(LIST_STEP) * size_of::<T>();
+                device.note_move();
+                let room = values.len().next_power_of_two().max(LIST_MIN) * size_of::<T>();
                 buffer.insert(Buffer::zeroed(device, room, "the numbers of a step")?)
             }
         };

@@ -5,42 +5,48 @@
 //! are opened when the first backend is made, and a machine without them gets one sentence.
 //!
 //! **Invariants**
-//! * Everything runs on one stream, in call order; the host waits in [`Backend::read`] only.
-//! * Memory is taken at start-up; the lists of a step grow to the largest step and then stay.
+//! * Everything runs on one stream, in call order; the host waits in [`Backend::read`], [`Backend::argmax`] and
+//!   [`Backend::take_chosen`] only.
+//! * Memory is taken at start-up; the lists of a step grow to the largest step and then stay. When one moves,
+//!   recordings are made anew.
 //! * Results are repeatable for the same step, and close to the CPU's (`selftest` holds every operation
 //!   to a bound); they are not bit-equal across batches.
 //! * An operation that cannot return an error keeps it; the next one that can reports it.
 //!
-//! Reading order: `driver`, `memory`, `compile`, `launch`, `tensor`, `gemm`, `attention`, `moe`;
+//! Reading order: `driver`, `memory`, `compile`, `launch`, `tensor`, `gemm`, `attention`, `moe`, `choose`, `recording`;
 //! [`selftest`] compares with the CPU.
 
 mod attention;
+mod choose;
 mod compile;
 mod driver;
 mod gemm;
 mod launch;
 mod memory;
 mod moe;
+mod recording;
 pub mod selftest;
 mod tensor;
 
 pub use attention::CudaKvCache;
 pub use moe::{CudaExperts, CudaMoeWorkspace};
+pub use recording::CudaRecording;
 pub use tensor::{CudaLinear, CudaRopeTable, CudaTensor, CudaVector};
 
 use crate::{
-    Attention, Backend, ExpertWeights, KvLayout, LinearSpec, MoeArgs, MoeShape, ReduceAddNorm, Result,
-    RopeAndStore,
+    Attention, Backend, BackendError, Choice, ExpertWeights, KvLayout, LinearSpec, MoeArgs, MoeShape,
+    ReduceAddNorm, Result, RopeAndStore, RowChoice, StepNumbers,
 };
 use attention::AttentionStep;
+use choose::Chooser;
 use compile::Source;
 use driver::{Address, Device};
 use gemm::{Gemm, Operands, Shape};
-use launch::{Args, Grid, Kernel};
+use launch::{Args, Grid, Kernel, Module};
 use lockstep_comm::collective::{Collective, StreamHandle};
 use lockstep_core::config::{Activation, RopeFrequencies};
-use lockstep_core::{DType, PageId};
-use memory::{Buffer, List, Staging};
+use lockstep_core::{DType, PageId, TokenId};
+use memory::{List, Staging};
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -74,8 +80,7 @@ pub struct CudaBackend {
     staging: RefCell<Staging>,
     attention: AttentionStep,
     lists: StepLists,
-    /// Results of [`Backend::argmax`]; grows to the largest step.
-    best: Option<Buffer>,
+    chooser: Chooser,
 }
 
 /// What every model needs.
@@ -84,7 +89,6 @@ struct Kernels {
     gather_rows: Kernel,
     scale: Kernel,
     softcap: Kernel,
-    argmax: Kernel,
     gated_activation: Kernel,
     poison: Kernel,
     rms_norm: Kernel,
@@ -97,8 +101,7 @@ struct Kernels {
 }
 
 impl Kernels {
-    fn load(device: &Rc<Device>, dtype: DType) -> Result<Self> {
-        let pointwise = Source::Pointwise.load(device, dtype)?;
+    fn load(device: &Rc<Device>, pointwise: &Module, dtype: DType) -> Result<Self> {
         let norm = Source::Norm.load(device, dtype)?;
         let gemv = Source::Gemv.load(device, dtype)?;
         Ok(Self {
@@ -106,7 +109,6 @@ impl Kernels {
             gather_rows: pointwise.kernel("gather_rows", 0)?,
             scale: pointwise.kernel("scale", 0)?,
             softcap: pointwise.kernel("softcap", 0)?,
-            argmax: pointwise.kernel("argmax", 0)?,
             gated_activation: pointwise.kernel("gated_activation", 0)?,
             poison: pointwise.kernel("poison", 0)?,
             rms_norm: norm.kernel("rms_norm", 0)?,
@@ -133,14 +135,15 @@ impl CudaBackend {
     /// Errors with one sentence on a machine without driver, GPU or libraries.
     pub fn new(options: CudaOptions) -> Result<Self> {
         let device = Rc::new(Device::open(options.gpu, options.patience)?);
+        let pointwise = Source::Pointwise.load(&device, options.dtype)?;
         Ok(Self {
             dtype: options.dtype,
-            kernels: Kernels::load(&device, options.dtype)?,
+            kernels: Kernels::load(&device, &pointwise, options.dtype)?,
+            chooser: Chooser::new(&device, &pointwise)?,
             gemm: Gemm::new(&device, options.dtype)?,
             staging: RefCell::new(Staging::new(&device)?),
             attention: AttentionStep::new(&device)?,
             lists: StepLists::default(),
-            best: None,
             device,
         })
     }
@@ -156,9 +159,13 @@ impl CudaBackend {
     }
 
     /// Makes the device's copy of `values` in the list that `list` names.
+    fn set(&mut self, list: fn(&mut StepLists) -> &mut List<u32>, values: &[u32]) -> Result<Address> {
+        list(&mut self.lists).set(&self.device, self.staging.get_mut(), values)
+    }
+
+    /// [`Self::set`] for operations that cannot return an error.
     fn upload(&mut self, list: fn(&mut StepLists) -> &mut List<u32>, values: &[u32]) -> Option<Address> {
-        let uploaded = list(&mut self.lists).set(&self.device, self.staging.get_mut(), values);
-        match uploaded {
+        match self.set(list, values) {
             Ok(address) => Some(address),
             Err(error) => {
                 self.device.keep(Err(error));
@@ -205,6 +212,7 @@ impl Backend for CudaBackend {
     type RopeTable = CudaRopeTable;
     type Experts = CudaExperts;
     type MoeWorkspace = CudaMoeWorkspace;
+    type Recording = CudaRecording;
 
     fn describe(&self) -> String {
         format!("cuda {} {}", self.device.name, self.dtype.name())
@@ -263,7 +271,8 @@ impl Backend for CudaBackend {
         let spec = &table.spec;
         let (to, from) = (out.rows(ids.len(), spec.in_features, self.dtype), table.buffer.address());
         let Some(list) = self.upload(|lists| &mut lists.ids, ids) else { return };
-        let args = Args::default().address(from).address(list).int(first_id as usize);
+        let args = Args::default().address(from).address(list).address(self.chooser.chosen());
+        let args = args.int(first_id as usize);
         let args = args.int(spec.out_features).address(to).int(spec.in_features);
         // SAFETY: `out` holds a row for each id; ids outside the table read nothing.
         unsafe { self.kernels.embed.launch(Grid::rows(ids.len(), 128), args) };
@@ -318,7 +327,7 @@ impl Backend for CudaBackend {
         let all_heads = shape.local_heads + 2 * shape.local_kv_heads;
         assert_eq!(args.slots.len(), tokens, "a slot for each token");
         let (slots_max, positions_max) =
-            (cache.layout().num_pages * cache.layout().page_size, args.rope.positions);
+            ((cache.layout().num_pages + 1) * cache.layout().page_size, args.rope.positions);
         assert!(args.slots.iter().all(|slot| (*slot as usize) < slots_max), "slots lie inside the pool");
         assert!(
             args.positions.iter().all(|p| (*p as usize) < positions_max),
@@ -423,22 +432,62 @@ impl Backend for CudaBackend {
     }
 
     fn argmax(&mut self, x: &CudaTensor, rows: usize, cols: usize) -> Result<Option<Vec<(f32, u32)>>> {
-        assert!(cols <= x.cols, "{cols} columns of {}", x.cols);
-        let from = x.rows(rows, x.cols, DType::F32);
-        let bytes = rows * size_of::<[u32; 2]>();
-        let best = match self.best.take().filter(|buffer| buffer.bytes() >= bytes) {
-            Some(buffer) => buffer,
-            None => Buffer::zeroed(&self.device, bytes.next_power_of_two(), "the best logits")?,
-        };
-        let address = self.best.insert(best).address();
-        let args = Args::default().address(from).int(x.cols).int(cols).address(address);
-        // SAFETY: `x` holds `rows` rows, `best` a pair for each.
-        unsafe { self.kernels.argmax.launch(Grid::rows(rows, 1024), args) };
-        // SAFETY: as above.
-        let copied = unsafe { self.staging.get_mut().copy_out(address, bytes)? };
+        let pairs = self.chooser.queue_best(x.rows(rows, x.cols, DType::F32), rows, x.cols, cols)?;
+        // SAFETY: `queue_best` has a pair for each row.
+        let copied = unsafe { self.staging.get_mut().copy_out(pairs, rows * size_of::<[u32; 2]>())? };
         let word = |bytes: &[u8]| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         let pair = |pair: &[u8; 8]| (f32::from_bits(word(&pair[..4])), word(&pair[4..]));
         Ok(Some(copied.as_chunks::<8>().0.iter().map(pair).collect()))
+    }
+
+    fn can_choose(&self, row: &RowChoice) -> bool {
+        row.is_greedy()
+    }
+
+    fn choose(
+        &mut self,
+        collective: &dyn Collective,
+        logits: &CudaTensor,
+        choice: &Choice<'_>,
+    ) -> Result<()> {
+        let from = logits.rows(choice.rows.len(), choice.local_vocab, DType::F32);
+        self.chooser.queue(collective, from, choice)
+    }
+
+    fn take_chosen(&mut self, tokens: &mut Vec<TokenId>) -> Result<()> {
+        self.chooser.take(tokens)
+    }
+
+    fn recorded_rows(&self, rows: usize) -> Option<usize> {
+        recording::recorded_rows(rows)
+    }
+
+    fn padding_page(&self, cache: &CudaKvCache) -> PageId {
+        cache.padding_page()
+    }
+
+    fn stage(&mut self, numbers: &StepNumbers<'_>) -> Result<()> {
+        self.set(|lists| &mut lists.ids, numbers.token_ids)?;
+        self.set(|lists| &mut lists.positions, numbers.positions)?;
+        self.set(|lists| &mut lists.slots, numbers.slots)?;
+        self.set(|lists| &mut lists.rows, numbers.logit_tokens)?;
+        self.attention.stage(self.staging.get_mut(), &numbers.batch, self.dtype != DType::F32)
+    }
+
+    fn record<E: From<BackendError>>(
+        &mut self,
+        queue: impl FnOnce(&mut Self) -> std::result::Result<(), E>,
+    ) -> std::result::Result<Option<CudaRecording>, E> {
+        let device = Rc::clone(&self.device);
+        CudaRecording::of(&device, || queue(self)).map(Some)
+    }
+
+    fn replay(&mut self, recording: &CudaRecording) -> Result<bool> {
+        if !recording.is_usable() {
+            return Ok(false);
+        }
+        recording.replay()?;
+        Ok(true)
     }
 
     fn read<'a>(&mut self, x: &'a CudaTensor, rows: usize) -> Result<Cow<'a, [f32]>> {

@@ -1,9 +1,11 @@
 //! `lockstep bench`: what this machine can do, and what the backends make of it.
 
 mod decode;
+mod engine;
 mod serve;
 
 pub use decode::decode;
+pub use engine::{latency, offline};
 pub use serve::serve;
 
 use crate::error::{CliError, Result};

@@ -137,6 +137,88 @@ pub enum BenchCommand {
     Decode(DecodeFlags),
     /// HTTP load against any server that speaks OpenAI's API: latency percentiles and throughput.
     Serve(Box<bench_serve::BenchServeFlags>),
+    /// Throughput of the engine on requests of random lengths, all there at once, without HTTP.
+    Offline(OfflineFlags),
+    /// Prefill time and time per output token of the engine, by batch, without HTTP.
+    Latency(LatencyFlags),
+}
+
+/// What both engine benchmarks run.
+#[derive(Args, Debug)]
+pub struct EngineFlags {
+    /// Catalogue name, folder, GGUF file, or org/name of the hub.
+    #[arg(long)]
+    pub model: String,
+    /// cpu or cuda.
+    #[arg(long, default_value = "cpu")]
+    pub device: String,
+    /// Element type of weights.
+    #[command(flatten)]
+    pub dtype: model::DtypeFlag,
+    /// Make weights up from a seed; the model may then be a folder with only a config.json.
+    #[arg(long)]
+    pub dummy_weights: bool,
+    /// Ranks, as threads of this process.
+    #[arg(long, default_value_t = 1)]
+    pub tp: usize,
+    /// Threads of all ranks together [default: all cores].
+    #[arg(long)]
+    pub threads: Option<usize>,
+    /// How requests share a step.
+    #[command(flatten)]
+    pub batching: batching::BatchingFlags,
+    /// How much memory.
+    #[command(flatten)]
+    pub memory: memory::MemoryFlags,
+    /// What the requests are drawn from.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+    /// What to log.
+    #[command(flatten)]
+    pub logging: logging::LoggingFlags,
+}
+
+/// Flags of `lockstep bench offline`; the defaults are the workload that mini-SGLang and nano-vllm publish.
+#[derive(Args, Debug)]
+pub struct OfflineFlags {
+    /// What runs.
+    #[command(flatten)]
+    pub engine: EngineFlags,
+    /// Requests.
+    #[arg(long, default_value_t = 256)]
+    pub requests: usize,
+    /// Shortest prompt and answer in tokens; lengths are uniform.
+    #[arg(long, default_value_t = 100)]
+    pub length_min: usize,
+    /// Longest prompt and answer in tokens.
+    #[arg(long, default_value_t = 1024)]
+    pub length_max: usize,
+    /// Sampling temperature.
+    #[arg(long, default_value_t = 0.6)]
+    pub temperature: f32,
+}
+
+/// Flags of `lockstep bench latency`.
+#[derive(Args, Debug)]
+pub struct LatencyFlags {
+    /// What runs.
+    #[command(flatten)]
+    pub engine: EngineFlags,
+    /// Requests that run at once; a row each.
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 32])]
+    pub batch: Vec<usize>,
+    /// Tokens of each prompt.
+    #[arg(long, default_value_t = 1024)]
+    pub prompt: usize,
+    /// Tokens of each answer.
+    #[arg(long, default_value_t = 64)]
+    pub tokens: usize,
+    /// Sampling temperature.
+    #[arg(long, default_value_t = 0.0)]
+    pub temperature: f32,
 }
 
 /// Flags of `lockstep bench hw`.

@@ -66,14 +66,19 @@ impl DtypeFlag {
     }
 }
 
+/// What `--device` names; `memory_ratio` is of a GPU's free memory.
+pub fn device_of(name: &str, memory_ratio: Option<f64>) -> Result<DeviceConfig> {
+    match name {
+        "auto" | "cpu" => Ok(DeviceConfig::Cpu),
+        "cuda" => Ok(DeviceConfig::Cuda { memory_ratio: memory_ratio.unwrap_or(GPU_MEMORY_RATIO) }),
+        other => bail!("--device {other} is not known; use auto, cpu or cuda"),
+    }
+}
+
 impl ModelFlags {
     /// What the ranks compute on; `memory_ratio` is of a GPU's free memory.
     pub fn device(&self, memory_ratio: Option<f64>) -> Result<DeviceConfig> {
-        match self.device.as_str() {
-            "auto" | "cpu" => Ok(DeviceConfig::Cpu),
-            "cuda" => Ok(DeviceConfig::Cuda { memory_ratio: memory_ratio.unwrap_or(GPU_MEMORY_RATIO) }),
-            other => bail!("--device {other} is not known; use auto, cpu or cuda"),
-        }
+        device_of(&self.device, memory_ratio)
     }
 
     /// Whether the model's own sampling defaults count.

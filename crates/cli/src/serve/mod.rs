@@ -20,6 +20,7 @@ use crate::logging;
 use lockstep_core::ExitCode;
 use lockstep_launch::StderrSink;
 use plan::ServePlan;
+pub(crate) use plan::{CPU_MEMORY_RATIO, budget};
 use std::time::Duration;
 
 /// How long the last lines may take to be written before the launcher ends without them.

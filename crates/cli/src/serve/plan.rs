@@ -5,7 +5,6 @@ use super::port::ReservedPort;
 use crate::config_only::config_only;
 use crate::error::{CliError, Result};
 use crate::flags::ServeFlags;
-use crate::flags::batching::{Cache, Overlap, QueueOrder, StepOrder};
 use crate::pull;
 use lockstep_core::{ExitCode, ModelConfig, TokenId, shard};
 use lockstep_engine::{Batching, DeviceConfig, DummySpec};
@@ -16,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Share of the host's available memory that ranks take unless `--memory-ratio` says otherwise.
-const CPU_MEMORY_RATIO: f64 = 0.5;
+pub(crate) const CPU_MEMORY_RATIO: f64 = 0.5;
 
 /// A server that may be started.
 pub struct ServePlan {
@@ -91,6 +90,8 @@ impl ServePlan {
             );
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let device =
+            flags.model.device(flags.memory.memory_ratio).map_err(CliError::with(ExitCode::Flags))?;
         let (rank_budget_bytes, budget_origin) =
             budget(flags.memory.memory_ratio.unwrap_or(CPU_MEMORY_RATIO), tp)?;
         Ok(Self {
@@ -102,9 +103,9 @@ impl ServePlan {
             allow_imbalance: flags.memory.allow_imbalance,
             topology: Topology::tensor_parallel(tp, flags.parallel.num_tokenizer),
             threads: flags.parallel.threads(cores, tp).map_err(CliError::with(ExitCode::Flags))?,
-            device: flags.model.device(flags.memory.memory_ratio).map_err(CliError::with(ExitCode::Flags))?,
+            device,
             dtype: flags.model.dtype.convert().map_err(CliError::with(ExitCode::Flags))?,
-            batching: batching(flags),
+            batching: flags.batching.batching(device),
             rank_budget_bytes,
             budget_origin,
             num_pages: (0..tp).map(|rank| flags.memory.pages_of(rank)).collect(),
@@ -196,7 +197,7 @@ fn check_context(flags: &ServeFlags, model: &ModelConfig) -> Result<()> {
 }
 
 /// What each of `tp` ranks may use, and the words for it.
-fn budget(ratio: f64, tp: usize) -> Result<(usize, String)> {
+pub(crate) fn budget(ratio: f64, tp: usize) -> Result<(usize, String)> {
     let available = memory::available_bytes().ok_or_else(|| {
         CliError::new(
             ExitCode::Internal,
@@ -206,24 +207,6 @@ fn budget(ratio: f64, tp: usize) -> Result<(usize, String)> {
     let share = (available as f64 * ratio / tp as f64) as usize;
     let origin = format!("--memory-ratio {ratio} of {} MiB available, shared by {tp} ranks", available >> 20);
     Ok((share, origin))
-}
-
-fn batching(flags: &ServeFlags) -> Batching {
-    let b = &flags.batching;
-    Batching {
-        page_size: b.page_size,
-        running_max: b.max_running,
-        chunk: b.chunk,
-        context_max: b.max_context,
-        waiting_max: b.max_waiting,
-        prefix_cache: b.cache == Cache::Radix,
-        mixed: b.mixed,
-        overlap: b.overlap == Overlap::On,
-        longest_prefix_first: b.queue_order == QueueOrder::LongestPrefix,
-        decode_first: b.step_order == StepOrder::DecodeFirst,
-        reserve_percent: b.reserve_percent,
-        request_timeout_ms: b.request_timeout.map(|seconds| (seconds * 1e3) as u64),
-    }
 }
 
 /// `--served-model-name`, else the catalogue name, folder name or file stem.

@@ -1,0 +1,263 @@
+//! `bench offline` and `bench latency`: the engine itself, loop, scheduler and cache included, in one process.
+
+use crate::config_only::config_only;
+use crate::device::{RankTask, on_device};
+use crate::error::{CliError, Result};
+use crate::flags::model::device_of;
+use crate::flags::{EngineFlags, LatencyFlags, OfflineFlags};
+use crate::logging;
+use crate::pull;
+use crate::serve;
+use lockstep_backend::Backend;
+use lockstep_comm::link::Endpoint;
+use lockstep_comm::shm::{SharedRegion, ShmLayout};
+use lockstep_core::{ExitCode, ModelConfig, ParallelInfo, RequestId, SamplingParams};
+use lockstep_engine::links::RankLinks;
+use lockstep_engine::offline::{self, OfflineLink, OfflineReport};
+use lockstep_engine::start::{self, Groups};
+use lockstep_engine::{DummySpec, EngineError, RankConfig};
+use lockstep_weights::ModelFiles;
+use lockstep_wire::{SubmitRequest, TextParams};
+use std::path::Path;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+/// How long a rank waits for another.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Requests that run before the clock starts, each one prompt and a few tokens.
+const WARM_TOKENS: u32 = 4;
+
+/// Prints the throughput of a set of requests of random lengths.
+pub fn offline(flags: &OfflineFlags) -> Result<()> {
+    let engine = Engine::new(&flags.engine)?;
+    let (min, max) = (flags.length_min, flags.length_max);
+    if min == 0 || min > max || max > u32::MAX as usize {
+        let sentence =
+            format!("--length-min {min} and --length-max {max} leave no length; give 1 <= min <= max");
+        return Err(CliError::new(ExitCode::Flags, sentence));
+    }
+    let mut random = Random(flags.engine.seed);
+    let lengths: Vec<_> =
+        (0..flags.requests).map(|_| (random.within(min, max), random.within(min, max))).collect();
+    let requests = engine.requests(&lengths, flags.temperature, &mut random);
+    let inputs: usize = lengths.iter().map(|(input, _)| input).sum();
+    let runs = engine.run(vec![engine.warm_up(flags.temperature), requests])?;
+    let report = &runs[1];
+    let seconds = report.elapsed.as_secs_f64();
+    let (output, rate) = (report.output_tokens, report.output_tokens as f64 / seconds);
+    if flags.engine.json {
+        let json = serde_json::json!({
+            "model": flags.engine.model, "tp": flags.engine.tp, "device": flags.engine.device,
+            "requests": flags.requests, "input_tokens": inputs, "output_tokens": output, "steps": report.steps.len(),
+            "seconds": seconds, "output_tokens_per_second": rate,
+        });
+        println!("{json}");
+    } else {
+        println!(
+            "{} requests, {inputs} prompt tokens, {output} output tokens in {seconds:.2} s",
+            flags.requests
+        );
+        println!("{rate:.0} output tokens/s, {:.0} tokens/s in all", (inputs + output) as f64 / seconds);
+    }
+    Ok(())
+}
+
+/// Prints prefill time and time per output token for each batch.
+pub fn latency(flags: &LatencyFlags) -> Result<()> {
+    let engine = Engine::new(&flags.engine)?;
+    let mut random = Random(flags.engine.seed);
+    let mut sets = vec![engine.warm_up(flags.temperature)];
+    for &batch in &flags.batch {
+        // Once to meet every shape, once for the clock.
+        for _ in 0..2 {
+            let lengths = vec![(flags.prompt, flags.tokens); batch];
+            sets.push(engine.requests(&lengths, flags.temperature, &mut random));
+        }
+    }
+    let runs = engine.run(sets)?;
+    if !flags.engine.json {
+        println!("{:>6}  {:>13}  {:>12}  {:>12}", "batch", "prefill ms", "TPOT ms", "tokens/s");
+    }
+    for (&batch, report) in flags.batch.iter().zip(runs[1..].iter().skip(1).step_by(2)) {
+        let prefill = report.first_tokens(batch).unwrap_or_default().as_secs_f64() * 1e3;
+        let step = report.step_time(batch).unwrap_or_default().as_secs_f64() * 1e3;
+        if flags.engine.json {
+            let json = serde_json::json!({
+                "model": flags.engine.model, "tp": flags.engine.tp, "device": flags.engine.device, "batch": batch,
+                "prompt": flags.prompt, "prefill_ms": prefill, "tpot_ms": step,
+            });
+            println!("{json}");
+        } else {
+            println!("{batch:>6}  {prefill:>13.2}  {step:>12.3}  {:>12.0}", batch as f64 * 1e3 / step);
+        }
+    }
+    Ok(())
+}
+
+/// One model, ready to be loaded by every rank.
+struct Engine {
+    config: RankConfig,
+    vocab_size: usize,
+    ranks: usize,
+}
+
+impl Engine {
+    fn new(flags: &EngineFlags) -> Result<Self> {
+        logging::init("bench", flags.logging.log_level.name(), std::io::stderr);
+        let flag_error = CliError::with::<anyhow::Error>(ExitCode::Flags);
+        flags.batching.check().map_err(&flag_error)?;
+        flags.memory.check(flags.batching.page_size).map_err(&flag_error)?;
+        let path = pull::resolve(&flags.model, &pull::cache_dir(None))?;
+        let (model, dummy_weights) = described(flags, &path)?;
+        lockstep_core::shard::check_tp_size(&model, flags.tp as i64)
+            .map_err(CliError::with(ExitCode::Flags))?;
+        let device = device_of(&flags.device, flags.memory.memory_ratio).map_err(&flag_error)?;
+        let threads = flags.threads.unwrap_or_else(super::cores).div_ceil(flags.tp).max(1);
+        let (memory_budget_bytes, memory_budget_origin) =
+            serve::budget(flags.memory.memory_ratio.unwrap_or(serve::CPU_MEMORY_RATIO), flags.tp)?;
+        let unused = || Endpoint::private("bench", "unused");
+        let links = RankLinks { inbox: unused(), broadcast: unused(), detokenizer: unused(), api: unused() };
+        let config = RankConfig {
+            parallel: ParallelInfo::SINGLE,
+            model: path,
+            eos_tokens: model.eos_tokens.clone(),
+            dtype: flags.dtype.convert().map_err(&flag_error)?,
+            device,
+            dummy_weights,
+            threads,
+            memory_budget_bytes,
+            memory_budget_origin,
+            num_pages: flags.memory.num_pages,
+            allow_imbalance: flags.memory.allow_imbalance,
+            batching: flags.batching.batching(device),
+            collective_timeout_ms: PATIENCE.as_millis() as u64,
+            flight_dir: None,
+            links,
+        };
+        Ok(Self { config, vocab_size: model.vocab_size, ranks: flags.tp })
+    }
+
+    /// Requests of (prompt, answer) lengths with random prompts.
+    fn requests(
+        &self,
+        lengths: &[(usize, usize)],
+        temperature: f32,
+        random: &mut Random,
+    ) -> Vec<SubmitRequest> {
+        let request = |(index, &(prompt, answer)): (usize, &(usize, usize))| SubmitRequest {
+            id: RequestId(index as u64),
+            prompt: (0..prompt).map(|_| random.within(0, self.vocab_size - 1) as u32).collect(),
+            sampling: SamplingParams {
+                temperature,
+                seed: index as u64,
+                max_tokens: Some(answer as u32),
+                ignore_eos: true,
+                ..SamplingParams::default()
+            },
+            text: TextParams::default(),
+            cache_salt: None,
+            priority: 0,
+        };
+        lengths.iter().enumerate().map(request).collect()
+    }
+
+    /// A small set that makes everything happen once.
+    fn warm_up(&self, temperature: f32) -> Vec<SubmitRequest> {
+        self.requests(&[(64, WARM_TOKENS as usize); 4], temperature, &mut Random(0))
+    }
+
+    /// Loads the model on every rank and runs the sets one after the other; gives rank 0's reports.
+    fn run(&self, sets: Vec<Vec<SubmitRequest>>) -> Result<Vec<OfflineReport>> {
+        let internal = CliError::with::<anyhow::Error>(ExitCode::Internal);
+        let layout =
+            ShmLayout::new(self.ranks, ShmLayout::SLOT_BYTES_DEFAULT).map_err(|e| internal(e.into()))?;
+        let region = SharedRegion::create(layout).map_err(|e| internal(e.into()))?;
+        let (followers, mut receivers): (Vec<_>, Vec<_>) = (1..self.ranks).map(|_| mpsc::channel()).unzip();
+        let started = Instant::now();
+        std::thread::scope(|scope| {
+            let region = &region;
+            let others: Vec<_> = (1..self.ranks)
+                .map(|rank| {
+                    let link = OfflineLink::Follower(receivers.remove(0));
+                    scope.spawn(move || self.rank(rank, region, Sets { sets: Vec::new(), link, started }))
+                })
+                .collect();
+            let link = OfflineLink::Primary(followers);
+            let reports = self.rank(0, region, Sets { sets, link, started });
+            for other in others {
+                other.join().map_err(|_| internal(anyhow::anyhow!("a rank panicked")))??;
+            }
+            reports
+        })
+    }
+
+    fn rank(&self, rank: usize, region: &std::os::fd::OwnedFd, sets: Sets) -> Result<Vec<OfflineReport>> {
+        let parallel = ParallelInfo::tensor_parallel(rank, self.ranks);
+        let config = RankConfig { parallel, ..self.config.clone() };
+        on_device(&config, region, sets).map_err(|e| CliError::new(e.exit_code(), e.to_string()))
+    }
+}
+
+/// The description of the model, and the weights to make up if asked to.
+fn described(flags: &EngineFlags, path: &Path) -> Result<(ModelConfig, Option<DummySpec>)> {
+    if !flags.dummy_weights {
+        let files = ModelFiles::open(path).map_err(CliError::with(ExitCode::ModelFiles))?;
+        return Ok((files.config().clone(), None));
+    }
+    let (config, own) = config_only(path)?;
+    let dtype = flags.dtype.convert().map_err(CliError::with(ExitCode::Flags))?.unwrap_or(own);
+    Ok((config.clone(), Some(DummySpec { config, dtype, seed: flags.seed })))
+}
+
+/// Sets of requests, run one after the other over one loaded model.
+struct Sets {
+    sets: Vec<Vec<SubmitRequest>>,
+    link: OfflineLink,
+    started: Instant,
+}
+
+impl RankTask for Sets {
+    type Output = Vec<OfflineReport>;
+
+    fn run<B: Backend>(
+        self,
+        config: &RankConfig,
+        backend: B,
+        groups: Groups,
+    ) -> std::result::Result<Vec<OfflineReport>, EngineError> {
+        let device = backend.describe();
+        let prepared = start::prepare(config, backend, groups, &|_, _| ())?;
+        if config.parallel.is_primary() {
+            eprintln!(
+                "{} on {device}: ready after {:.2} s",
+                config.model.display(),
+                self.started.elapsed().as_secs_f64()
+            );
+        }
+        let reports = offline::run(config, prepared, self.link, self.sets)?;
+        match reports.iter().find_map(|report| report.failed.as_ref()) {
+            Some((count, reason)) => {
+                Err(EngineError::Memory(format!("{count} requests were refused: {reason}")))
+            }
+            None => Ok(reports),
+        }
+    }
+}
+
+/// SplitMix64 (Steele et al. 2014): enough for lengths and made-up prompts.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// From `min` to `max`, both included.
+    fn within(&mut self, min: usize, max: usize) -> usize {
+        min + (self.next() % (max - min + 1) as u64) as usize
+    }
+}

@@ -1,0 +1,84 @@
+//! From a rank's configuration to the backend of its device.
+
+use lockstep_backend::Backend;
+use lockstep_backend::cpu::{CpuBackend, CpuOptions};
+use lockstep_backend::cuda::{CudaBackend, CudaOptions};
+use lockstep_comm::NcclCollective;
+use lockstep_comm::shm::{SharedRegion, ShmCollective, ShmGroup, ShmOptions};
+use lockstep_core::DType;
+use lockstep_engine::start::Groups;
+use lockstep_engine::{DeviceConfig, EngineError, RankConfig};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What a rank does on its device, whichever that is.
+pub trait RankTask {
+    /// What comes of it.
+    type Output;
+    /// Does it. **Collective: all ranks of the replica.**
+    fn run<B: Backend>(
+        self,
+        config: &RankConfig,
+        backend: B,
+        groups: Groups,
+    ) -> Result<Self::Output, EngineError>;
+}
+
+/// Opens the device of a rank, joins its groups in the shared memory `region` and runs `task`.
+/// **Collective: all ranks of the replica.**
+pub fn on_device<T: RankTask>(
+    config: &RankConfig,
+    region: &OwnedFd,
+    task: T,
+) -> Result<T::Output, EngineError> {
+    let mut groups = join_groups(config, region)?;
+    match config.device {
+        DeviceConfig::Cpu => {
+            let options = CpuOptions { threads: config.threads, ..CpuOptions::default() };
+            task.run(config, CpuBackend::new(options)?, groups)
+        }
+        DeviceConfig::Cuda { memory_ratio } => {
+            let dtype = config.dtype.unwrap_or(DType::Bf16);
+            let patience = Duration::from_millis(config.collective_timeout_ms);
+            let options = CudaOptions {
+                gpu: config.parallel.tp_rank,
+                dtype,
+                patience: (config.parallel.tp_size > 1).then_some(patience),
+            };
+            let backend = CudaBackend::new(options)?;
+            if config.parallel.tp_size > 1 {
+                groups.tensors = Box::new(NcclCollective::new(groups.tensors, &mut *groups.replica)?);
+            }
+            let free = backend.free_bytes()?;
+            let config = RankConfig {
+                // Kernels compute in one type, so weights are loaded in it.
+                dtype: Some(dtype),
+                memory_budget_bytes: (free as f64 * memory_ratio) as usize,
+                memory_budget_origin: format!(
+                    "--memory-ratio {memory_ratio} of {} MiB free on the GPU",
+                    free >> 20
+                ),
+                ..config.clone()
+            };
+            task.run(&config, backend, groups)
+        }
+    }
+}
+
+/// The replica's process group and the TP group's collective, side by side in one region.
+fn join_groups(config: &RankConfig, region: &OwnedFd) -> Result<Groups, EngineError> {
+    let p = config.parallel;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let options = ShmOptions {
+        deadline: Duration::from_millis(config.collective_timeout_ms),
+        ranks_share_cores: p.world_size() * config.threads > cores,
+    };
+    let region = SharedRegion::map(region)
+        .map_err(|e| EngineError::Internal(format!("cannot map the rank group's shared memory: {e}")))?;
+    let region = Arc::new(region);
+    let join = |e: lockstep_comm::collective::CollectiveError| EngineError::from(e);
+    let replica = ShmGroup::new(Arc::clone(&region), p.replica_rank(), options).map_err(join)?;
+    let tensors = ShmCollective::new(region, p.tp_rank, options).map_err(join)?;
+    Ok(Groups { replica: Box::new(replica), tensors: Box::new(tensors) })
+}

@@ -1,0 +1,177 @@
+//! Requests run through the ranks' own loop inside one process, without links, tokenizer or HTTP: for
+//! benchmarks of the engine alone.
+//!
+//! Rank 0 submits a set of requests at once, the next one (after forgetting cached prefixes) when the last of
+//! them has ended, and stops the group after the last set; the other ranks, threads of the same process, hear
+//! of it through a channel each.
+
+use crate::Result;
+use crate::config::RankConfig;
+use crate::control::{self, ControlError, Follower, Outgoing, Primary, Wait};
+use crate::rank_loop::{RankLoop, Role};
+use crate::start::{self, Prepared};
+use lockstep_backend::Backend;
+use lockstep_wire::{Broadcast, SubmitRequest, ToScheduler};
+use std::sync::mpsc::{Receiver, Sender};
+use std::time::{Duration, Instant};
+
+/// What came of a run.
+#[derive(Clone, Debug, Default)]
+pub struct OfflineReport {
+    /// From the first submission to the last token.
+    pub elapsed: Duration,
+    /// Tokens generated.
+    pub output_tokens: usize,
+    /// Requests that were refused or ended without a token, and why the first one was.
+    pub failed: Option<(usize, String)>,
+    /// When each step's tokens were known, since the first submission, and how many they were.
+    pub steps: Vec<(Duration, usize)>,
+}
+
+/// Rank 0's side of the control plane.
+struct OfflinePrimary {
+    /// When the running set was submitted.
+    started: Instant,
+    /// Sets to come, the next one last.
+    sets: Vec<Vec<SubmitRequest>>,
+    open: usize,
+    followers: Vec<Sender<Broadcast>>,
+    sequence: u64,
+    /// Of the sets so far, the running one last.
+    reports: Vec<OfflineReport>,
+}
+
+impl Primary for OfflinePrimary {
+    fn now_ms(&self) -> u64 {
+        self.started.elapsed().as_millis() as u64
+    }
+
+    fn receive(&mut self, _: Wait, into: &mut Vec<ToScheduler>) -> control::Result<()> {
+        if self.open > 0 {
+            return Ok(());
+        }
+        match self.sets.pop() {
+            None => into.push(ToScheduler::Shutdown),
+            Some(set) => {
+                self.open = set.len();
+                self.reports.push(OfflineReport::default());
+                into.push(ToScheduler::FlushCache);
+                into.extend(set.into_iter().map(|request| ToScheduler::Submit(Box::new(request))));
+                self.started = Instant::now();
+            }
+        }
+        Ok(())
+    }
+
+    fn publish(&mut self, stamp_ms: u64, message: &ToScheduler) -> control::Result<()> {
+        for follower in &self.followers {
+            let broadcast = Broadcast { sequence: self.sequence, stamp_ms, message: message.clone() };
+            follower.send(broadcast).map_err(|_| ControlError("another rank has ended".into()))?;
+        }
+        self.sequence += 1;
+        Ok(())
+    }
+
+    fn deliver(&mut self, out: Outgoing) -> control::Result<()> {
+        let Some(report) = self.reports.last_mut() else { return Ok(()) };
+        match out {
+            Outgoing::Step(tokens) => {
+                let now = self.started.elapsed();
+                let count = tokens.iter().map(|out| out.tokens.len()).sum();
+                self.open -= tokens.iter().filter(|out| out.finish.is_some()).count();
+                report.output_tokens += count;
+                report.steps.push((now, count));
+                report.elapsed = now;
+            }
+            Outgoing::Refused(_, refusal) => {
+                self.open -= 1;
+                report.failed.get_or_insert((0, refusal.message)).0 += 1;
+            }
+            Outgoing::Begin(_) | Outgoing::Info(_) | Outgoing::FlightWritten(..) => {}
+        }
+        Ok(())
+    }
+}
+
+/// Another rank's side.
+struct OfflineFollower(Receiver<Broadcast>);
+
+impl Follower for OfflineFollower {
+    fn take(&mut self) -> control::Result<Broadcast> {
+        self.0.recv().map_err(|_| ControlError("rank 0 has ended".into()))
+    }
+}
+
+/// A rank's end of the control plane.
+pub enum OfflineLink {
+    /// Rank 0: a way to every other rank.
+    Primary(Vec<Sender<Broadcast>>),
+    /// Any other rank.
+    Follower(Receiver<Broadcast>),
+}
+
+/// Runs rank 0's sets of requests one after the other; the reports are rank 0's, one a set.
+/// **Collective: all ranks of the replica.**
+pub fn run<B: Backend>(
+    config: &RankConfig,
+    prepared: Prepared<B>,
+    link: OfflineLink,
+    mut sets: Vec<Vec<SubmitRequest>>,
+) -> Result<Vec<OfflineReport>> {
+    let Prepared { group, scheduler, runner, info } = prepared;
+    sets.reverse();
+    let role = match link {
+        OfflineLink::Follower(receiver) => Role::Follower(OfflineFollower(receiver)),
+        OfflineLink::Primary(followers) => Role::Primary(OfflinePrimary {
+            started: Instant::now(),
+            sets,
+            open: 0,
+            followers,
+            sequence: 0,
+            reports: Vec::new(),
+        }),
+    };
+    let mut rank_loop = RankLoop::new(role, group, scheduler, runner, start::loop_settings(config), info);
+    rank_loop.run()?;
+    match rank_loop.into_role() {
+        Role::Primary(primary) => Ok(primary.reports),
+        Role::Follower(_) => Ok(Vec::new()),
+    }
+}
+
+impl OfflineReport {
+    /// Median time between two steps that gave `batch` tokens each: the time per output token when so many
+    /// requests decode at once. `None` when there were no two such steps in a row.
+    pub fn step_time(&self, batch: usize) -> Option<Duration> {
+        let full = self.steps.windows(2).filter(|pair| pair[0].1 == batch && pair[1].1 == batch);
+        let mut gaps: Vec<Duration> = full.map(|pair| pair[1].0 - pair[0].0).collect();
+        gaps.sort_unstable();
+        gaps.get(gaps.len() / 2).copied()
+    }
+
+    /// When the first `count` tokens were known.
+    pub fn first_tokens(&self, count: usize) -> Option<Duration> {
+        let mut sum = 0;
+        self.steps.iter().find_map(|(at, tokens)| {
+            sum += tokens;
+            (sum >= count).then_some(*at)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_those_of_full_steps() {
+        let steps = [(10, 1), (12, 4), (15, 4), (18, 4), (26, 4), (27, 2), (28, 4)];
+        let steps = steps.map(|(at, tokens)| (Duration::from_millis(at), tokens)).to_vec();
+        let report = OfflineReport { steps, ..OfflineReport::default() };
+        assert_eq!(report.step_time(4), Some(Duration::from_millis(3)));
+        assert_eq!(report.step_time(3), None);
+        assert_eq!(report.first_tokens(1), Some(Duration::from_millis(10)));
+        assert_eq!(report.first_tokens(5), Some(Duration::from_millis(12)));
+        assert_eq!(report.first_tokens(1000), None);
+    }
+}
