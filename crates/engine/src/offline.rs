@@ -30,6 +30,7 @@ pub struct OfflineReport {
 
 /// Rank 0's side of the control plane.
 struct OfflinePrimary {
+    group_started: Instant,
     /// When the running set was submitted.
     started: Instant,
     /// Sets to come, the next one last.
@@ -42,8 +43,8 @@ struct OfflinePrimary {
 }
 
 impl Primary for OfflinePrimary {
-    fn now_ms(&self) -> u64 {
-        self.started.elapsed().as_millis() as u64
+    fn now(&self) -> Duration {
+        self.group_started.elapsed()
     }
 
     fn receive(&mut self, _: Wait, into: &mut Vec<ToScheduler>) -> control::Result<()> {
@@ -123,6 +124,7 @@ pub fn run<B: Backend>(
     let role = match link {
         OfflineLink::Follower(receiver) => Role::Follower(OfflineFollower(receiver)),
         OfflineLink::Primary(followers) => Role::Primary(OfflinePrimary {
+            group_started: Instant::now(),
             started: Instant::now(),
             sets,
             open: 0,
