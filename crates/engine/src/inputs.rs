@@ -2,7 +2,7 @@
 
 use crate::logits::LogitRow;
 use crate::{EngineError, Result};
-use lockstep_backend::{AttentionBatch, AttentionRow, StepNumbers};
+use lockstep_backend::{AttentionBatch, AttentionRow};
 use lockstep_core::{PageId, StepId, TokenId};
 use lockstep_model::ForwardInput;
 use lockstep_scheduler::{RowInput, StepPlan};
@@ -123,17 +123,6 @@ impl Inputs {
     /// For the decoder.
     pub(crate) fn forward_input(&self) -> ForwardInput<'_> {
         ForwardInput {
-            token_ids: &self.token_ids,
-            positions: &self.positions,
-            slots: &self.slots,
-            batch: self.batch(),
-            logit_tokens: &self.logit_tokens,
-        }
-    }
-
-    /// The same for the device.
-    pub(crate) fn numbers(&self) -> StepNumbers<'_> {
-        StepNumbers {
             token_ids: &self.token_ids,
             positions: &self.positions,
             slots: &self.slots,

@@ -15,7 +15,7 @@ pub(crate) struct Recordings<B: Backend> {
     by_rows: BTreeMap<usize, B::Recording>,
     /// Sizes that have been queued once.
     prepared: BTreeSet<usize>,
-    /// The device could not record, so no more is tried.
+    /// The device could not record, or shall not.
     is_off: bool,
 }
 
@@ -34,7 +34,7 @@ impl<B: Backend> Recordings<B> {
             return model.forward(inputs);
         };
         inputs.pad(rows, model.backend.padding_page(&model.cache));
-        model.backend.stage(&inputs.numbers()).map_err(EngineError::from)?;
+        model.backend.stage(&inputs.forward_input().numbers()).map_err(EngineError::from)?;
         if let Some(recording) = self.by_rows.get(&rows) {
             if model.backend.replay(recording).map_err(EngineError::from)? {
                 return Ok(());
@@ -46,6 +46,11 @@ impl<B: Backend> Recordings<B> {
             return model.forward(inputs);
         }
         self.record(model, inputs, rows)
+    }
+
+    /// Whether steps are recorded at all.
+    pub(crate) fn set(&mut self, is_on: bool) {
+        self.is_off = !is_on;
     }
 
     /// Records the forward pass of `inputs` and queues it.

@@ -130,6 +130,11 @@ impl<B: Backend> ModelRunner<B> {
         self.recordings.prepare(&mut self.model, &mut self.inputs, rows_max, on_progress)
     }
 
+    /// Whether decode steps are replayed from recordings, where the device has them; they are unless told.
+    pub fn set_recording(&mut self, is_on: bool) {
+        self.recordings.set(is_on);
+    }
+
     /// Whether the device chooses all tokens of a step; if so, how, in `self.choices`.
     fn device_chooses(&mut self, plan: &StepPlan) -> bool {
         self.choices.clear();

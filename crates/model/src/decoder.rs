@@ -13,7 +13,7 @@ use crate::layers::residual::{HalfLayerEnd, ResidualStream};
 use crate::layers::vocab::VocabParallel;
 use crate::loader::Loader;
 use crate::rules::{LayerRules, ModelRules};
-use lockstep_backend::{AttentionBatch, Backend};
+use lockstep_backend::{AttentionBatch, Backend, StepNumbers};
 use lockstep_comm::collective::Collective;
 use lockstep_core::shard::{self, HeadShard, VocabShard};
 use lockstep_core::{ModelConfig, ParallelInfo, TokenId};
@@ -51,6 +51,19 @@ pub struct ForwardInput<'a> {
     pub batch: AttentionBatch<'a>,
     /// Indices of the tokens whose logits are wanted, ascending.
     pub logit_tokens: &'a [u32],
+}
+
+impl ForwardInput<'_> {
+    /// The same for [`Backend::stage`].
+    pub fn numbers(&self) -> StepNumbers<'_> {
+        StepNumbers {
+            token_ids: self.token_ids,
+            positions: self.positions,
+            slots: self.slots,
+            batch: self.batch,
+            logit_tokens: self.logit_tokens,
+        }
+    }
 }
 
 /// Shown the residual stream `[tokens, hidden]` after the embedding (0) and after each layer (1, 2, ...).

@@ -1,8 +1,8 @@
 //! Teacher-forced logits: every sequence goes through the decoder as given, under a chosen schedule.
 
-use crate::Result;
 use crate::group::{Loaded, Rank, Sizes};
 use crate::place::Form;
+use crate::{Result, VerifyError};
 use lockstep_backend::{AttentionBatch, AttentionRow, Backend};
 use lockstep_comm::collective::Collective;
 use lockstep_core::{ParallelInfo, TokenId};
@@ -231,11 +231,26 @@ impl Forward {
         };
         let (parallel, vocab_size) = (rank.parallel, rank.config.vocab_size);
         let Loaded { backend, decoder, collective } = rank.loaded()?;
-        let (context, work) = ((&mut *backend, &**collective), &mut memory.work);
-        let local = match self.schedule.form {
-            Form::Eager => decoder.forward_observed(context, &input, &mut memory.cache, work, observe)?,
-        };
-        let local = backend.read(local, wanted.len())?.into_owned();
+        let Memory { work, cache, .. } = memory;
+        // Before it is recorded, too, a step runs once: nothing may be made while it is.
+        decoder.forward_observed((&mut *backend, &**collective), &input, cache, work, observe)?;
+        if self.schedule.form == Form::Recorded {
+            backend.stage(&input.numbers())?;
+            let recording = backend.record(|backend| {
+                decoder
+                    .forward((backend, &**collective), &input, cache, work)
+                    .map(|_| ())
+                    .map_err(VerifyError::from)
+            })?;
+            let recording =
+                recording.ok_or_else(|| VerifyError::Invalid("this device records no steps".into()))?;
+            if !backend.replay(&recording)? {
+                return Err(VerifyError::Invalid("a recording was out of date at once".into()));
+            }
+            // The recording ends here, so its step has to.
+            backend.read(work.logits(), 0)?;
+        }
+        let local = backend.read(work.logits(), wanted.len())?.into_owned();
         let width = decoder.vocab_shard().padded.len();
         let joined = Joined { parallel, collective: &**collective, width, vocab_size };
         joined.rows(&local, &kept)

@@ -78,8 +78,8 @@ impl Greedy {
             reports_logprobs: false,
         });
         match self.form {
-            // What the runner does by itself.
-            Form::Eager => {}
+            Form::Eager => runner.set_recording(false),
+            Form::Recorded => runner.set_recording(true),
         }
         let texts = self.generate(&mut Scheduler::new(config), &mut runner)?;
         let (backend, decoder, collective) = runner.into_device();

@@ -34,7 +34,10 @@ impl Device {
 
     /// The forms in which it runs a step; the others are held against the first.
     pub const fn forms(self) -> &'static [Form] {
-        &[Form::Eager]
+        match self {
+            Self::Cpu { .. } => &[Form::Eager],
+            Self::Cuda { .. } => &[Form::Eager, Form::Recorded],
+        }
     }
 
     /// A page size that differs from the usual one as much as the device allows: GPUs take powers of two.
@@ -59,6 +62,8 @@ impl Device {
 pub enum Form {
     /// Operation by operation.
     Eager,
+    /// Replayed from a recording (a CUDA graph), as decode steps are served.
+    Recorded,
 }
 
 impl Form {
@@ -66,6 +71,7 @@ impl Form {
     pub const fn words(self) -> &'static str {
         match self {
             Self::Eager => "eager",
+            Self::Recorded => "recorded",
         }
     }
 }
