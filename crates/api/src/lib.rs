@@ -23,11 +23,15 @@ pub mod engine;
 pub mod error;
 mod errors;
 mod fields;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
 mod handlers;
 pub mod keys;
 mod metrics;
 mod openapi;
 pub mod parsers;
+#[cfg(test)]
+mod random;
 mod request;
 mod respond;
 mod routes;

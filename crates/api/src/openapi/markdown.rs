@@ -41,6 +41,11 @@ struct Row {
     notes: &'static str,
 }
 
+/// Whether these are one group: constants have no address of their own.
+fn same(one: &[Field], other: &[Field]) -> bool {
+    one.iter().map(|field| field.name).eq(other.iter().map(|field| field.name))
+}
+
 /// The rows of `tables` that `make` makes something of, and where they hold: a group that all kinds share is
 /// written once. Neighbours that differ in nothing but the name share a row.
 fn rows(
@@ -50,7 +55,7 @@ fn rows(
     let mut groups: Vec<(&'static [Field], Vec<&str>)> = Vec::new();
     for (label, table) in tables {
         for group in table.groups {
-            match groups.iter_mut().find(|(known, _)| std::ptr::eq(*known, *group)) {
+            match groups.iter_mut().find(|(known, _)| same(known, group)) {
                 Some((_, labels)) => labels.push(label),
                 None => groups.push((group, vec![label])),
             }
@@ -108,10 +113,8 @@ fn unsupported(tables: &[(&str, FieldTable)]) -> String {
 
 /// The table without what every kind of request has, which stands in the first table of the page.
 fn own(table: &FieldTable) -> [(&'static str, FieldTable); 1] {
-    // By name: a constant need not have one address.
-    let is_common =
-        |group: &&[Field]| group.iter().map(|f| f.name).eq(requests::ENGINE.iter().map(|f| f.name));
-    let groups: Vec<_> = table.groups.iter().copied().filter(|group| !is_common(group)).collect();
+    let groups: Vec<_> =
+        table.groups.iter().copied().filter(|group| !same(group, requests::ENGINE)).collect();
     [("", FieldTable { name: table.name, groups: Vec::leak(groups) })]
 }
 

@@ -155,6 +155,7 @@ const WITHOUT_EFFECT: &[Field] = &[
 const UNSUPPORTED: &[Field] = &[
     unsupported("use_beam_search", Neutral::Bool(false)),
     unsupported("early_stopping", Neutral::Bool(false)),
+    unsupported("return_hidden_states", Neutral::Bool(false)),
     unsupported("return_token_ids", Neutral::Bool(false)),
     unsupported("return_tokens_as_token_ids", Neutral::Bool(false)),
     unsupported("length_penalty", Neutral::Number(1.0)),

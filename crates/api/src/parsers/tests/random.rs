@@ -1,23 +1,8 @@
 //! Invariants over random answers; a failing seed is printed.
 
 use super::*;
+use crate::random::Rng;
 use serde_json::json;
-
-/// A small generator (xorshift64*), so that a failing seed can be run again.
-struct Rng(u64);
-
-impl Rng {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33) as usize % limit
-    }
-
-    fn pick<'a>(&mut self, of: &[&'a str]) -> &'a str {
-        of[self.below(of.len())]
-    }
-}
 
 const PIECES: &[&str] = &[
     "<tool_call>",
@@ -98,7 +83,7 @@ fn random_setup(rng: &mut Rng) -> AnswerSetup {
 #[test]
 fn any_cut_of_any_answer_gives_the_same_events() {
     for seed in 1..=20_000_u64 {
-        let mut rng = Rng(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        let mut rng = Rng::new(seed);
         let (setup, answer) = (random_setup(&mut rng), random_answer(&mut rng));
         let mut parser = AnswerParser::new(setup.clone());
         let (mut events, mut rest) = (Vec::new(), answer.as_str());
@@ -117,7 +102,7 @@ fn any_cut_of_any_answer_gives_the_same_events() {
 #[test]
 fn no_character_is_lost() {
     for seed in 1..=20_000_u64 {
-        let mut rng = Rng(seed.wrapping_mul(0xD134_2543_DE82_EF95));
+        let mut rng = Rng::new(seed);
         let (setup, answer) = (random_setup(&mut rng), random_answer(&mut rng));
         let events = parse_whole(&setup, &answer);
         let told: String = events
@@ -169,7 +154,7 @@ fn written_calls_come_back() {
         json!({"x": {}}),
     ];
     for seed in 1..=5_000_u64 {
-        let mut rng = Rng(seed.wrapping_mul(0xA076_1D64_78BD_642F));
+        let mut rng = Rng::new(seed);
         let format = FORMATS[rng.below(FORMATS.len())];
         let mut wanted = Vec::new();
         for _ in 0..=rng.below(3) {
