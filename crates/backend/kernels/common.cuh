@@ -105,7 +105,7 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-constexpr float LOG2E = 1.4426950408889634f;
+[[maybe_unused]] constexpr float LOG2E = 1.4426950408889634f;
 // 2^x in one instruction; 0 far below.
 __device__ __forceinline__ float power2(float x) {
   float y;

@@ -53,35 +53,6 @@ extern "C" __global__ void gated_activation(const elem* gate_up, elem* out, u32 
   store8(out + (u64)blockIdx.y * inner + i, gate);
 }
 
-// The largest of the first `cols` of each row's `stride` elements and where it is, the first of equal
-// ones; NaN is never taken. One block a row.
-extern "C" __global__ void __launch_bounds__(1024) argmax(const float* x, u32 stride, u32 cols, float2* out) {
-  __shared__ float values[32];
-  __shared__ u32 places[32];
-  wait_for_previous();
-  let_next_start();
-  const float* row = x + (u64)blockIdx.x * stride;
-  float best = -__int_as_float(0x7f800000);
-  u32 at = 0xffffffffu;
-  for (u32 i = threadIdx.x; i < cols; i += blockDim.x)
-    if (row[i] > best) { best = row[i]; at = i; }
-  for (int round = 0; round < 2; round++) {
-#pragma unroll
-    for (int o = 16; o; o >>= 1) {
-      const float other = __shfl_xor_sync(~0u, best, o);
-      const u32 place = __shfl_xor_sync(~0u, at, o);
-      if (other > best || (other == best && place < at)) { best = other; at = place; }
-    }
-    if (round == 1) break;
-    if ((threadIdx.x & 31) == 0) { values[threadIdx.x >> 5] = best; places[threadIdx.x >> 5] = at; }
-    __syncthreads();
-    if (threadIdx.x >= 32) return;
-    best = values[threadIdx.x];
-    at = places[threadIdx.x];
-  }
-  if (threadIdx.x == 0) out[blockIdx.x] = make_float2(best, __uint_as_float(at == 0xffffffffu ? 0 : at));
-}
-
 // The token of each row from every rank's largest logit and its column, `[ranks][rows]`. Ranks hold
 // ascending ids, so that the first of equal ones is kept.
 extern "C" __global__ void pick(const float2* best, u32 ranks, u32 rows, u32 local_vocab, u32* chosen) {

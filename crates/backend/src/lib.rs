@@ -11,7 +11,7 @@
 //! * CPU results are bit-equal for a row whatever the other rows, thread count, page size,
 //!   chunking and tp size (1, 2, 4, 8) are; see `docs/architecture.md`, "Numbers".
 //!
-//! Reading order: this file, [`batch`], [`linear`], [`bands`], [`moe`], [`choice`], then [`cpu`] and [`cuda`].
+//! Reading order: this file, [`batch`], [`linear`], [`bands`], [`moe`], [`choice`], [`sampler`], then [`cpu`] and [`cuda`].
 
 pub mod bands;
 pub mod batch;
@@ -20,6 +20,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod linear;
 pub mod moe;
+pub mod sampler;
 
 pub use bands::Bands;
 pub use batch::{AttentionBatch, AttentionRow, StepNumbers};

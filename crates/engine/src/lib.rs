@@ -1,4 +1,4 @@
-//! The rank process: main loop, model runner, sampler, memory plan and digest.
+//! The rank process: main loop, model runner, memory plan and digest.
 //!
 //! | file | holds |
 //! |---|---|
@@ -14,7 +14,6 @@
 //! | [`masks`] | grammars, beside the forward pass |
 //! | [`grammars`] | grammars, prepared beside the steps |
 //! | [`gate`] | where requests wait for that |
-//! | [`sampler`] | the next token, counter-based |
 //! | [`memory`] | how many KV pages fit, agreed over ranks |
 //! | [`exchange`] | per-step message count and digest |
 //! | [`flight`] | what the scheduler was told and decided, and its replay |
@@ -43,7 +42,6 @@ pub mod offline;
 pub mod rank_loop;
 mod recordings;
 pub mod runner;
-pub mod sampler;
 pub mod start;
 mod timing;
 

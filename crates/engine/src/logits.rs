@@ -9,8 +9,8 @@ use crate::grammars::GrammarSource;
 use crate::histories::Histories;
 use crate::logprobs::Distribution;
 use crate::masks::MaskJob;
-use crate::sampler::{Sampler, argmax};
 use crate::{EngineError, Result};
+use lockstep_backend::sampler::{Sampler, argmax};
 use lockstep_backend::{Choice, RowChoice};
 use lockstep_comm::collective::Collective;
 use lockstep_core::shard::VocabShard;
@@ -240,7 +240,7 @@ impl LogitsReader {
             }
             false => &self.row,
         };
-        let token = self.sampler.sample(logits, params, row.output_index);
+        let token = self.sampler.sample(logits, &RowChoice::new(params, row.output_index));
         if params.follows_output() {
             self.histories.of(row)?.push(row, token)?;
         }

@@ -4,7 +4,7 @@
 //! out as f32: bit-equal at any batch size and tp size. Nothing that changes sampling (penalties, bias, masks,
 //! temperature, filters) enters, so the values of a request do not depend on its sampling parameters.
 
-use crate::sampler::argmax;
+use lockstep_backend::sampler::argmax;
 use lockstep_core::TokenId;
 use lockstep_wire::TokenLogprobs;
 

@@ -33,6 +33,7 @@ const DECODE_TOKENS_MAX: usize = 512;
 /// Words of `Token` and of `Tile` in the kernels' sources.
 const TOKEN_WORDS: usize = 4;
 const TILE_WORDS: usize = 4;
+
 /// K and V of all layers of this rank: `[layer][slot][kv_head][head_dim]` each.
 pub struct CudaKvCache {
     k: Buffer,

@@ -5,7 +5,8 @@
 
 use super::driver::{Address, Device, Event};
 use super::launch::{Args, Grid, Kernel, Module};
-use super::memory::{Buffer, Pinned};
+use super::memory::{Buffer, List, Pinned, Staging};
+use super::sample::{Logits, ROWS_MAX, RowParams, Sampling};
 use crate::choice::Choice;
 use crate::{BackendError, Result};
 use lockstep_comm::collective::{Collective, StreamHandle};
@@ -15,14 +16,19 @@ use std::rc::Rc;
 
 /// Steps whose tokens may be on their way to the host.
 const STEPS: usize = 2;
+/// Bytes of all ranks' logits that are gathered at a time, so long as they hold one row.
+const GATHERED_BYTES: usize = 64 << 20;
 
 /// Chosen tokens.
 pub(super) struct Chooser {
     device: Rc<Device>,
-    argmax: Kernel,
+    sampling: Sampling,
     pick: Kernel,
-    /// Each row's largest logit and its column: this rank's, and every rank's.
+    /// How each row of the step chooses.
+    params: List<RowParams>,
+    /// Each row's largest logit and its column.
     local: Option<Buffer>,
+    /// The same of every rank, or every rank's logits.
     gathered: Option<Buffer>,
     chosen: Buffer,
     out: [Outgoing; STEPS],
@@ -48,8 +54,9 @@ impl Chooser {
     pub fn new(device: &Rc<Device>, module: &Module) -> Result<Self> {
         Ok(Self {
             device: Rc::clone(device),
-            argmax: module.kernel("argmax", 0)?,
+            sampling: Sampling::new(device)?,
             pick: module.kernel("pick", 0)?,
+            params: List::default(),
             local: None,
             gathered: None,
             chosen: chosen_buffer(device, 1024)?,
@@ -73,35 +80,104 @@ impl Chooser {
         stride: usize,
         cols: usize,
     ) -> Result<Address> {
-        assert!(cols <= stride, "{cols} columns of {stride}");
         let pairs = room(&self.device, &mut self.local, rows * size_of::<[u32; 2]>())?;
-        let args = Args::default().address(logits).int(stride).int(cols).address(pairs);
-        // SAFETY: the logits are the caller's, the pairs have room for `rows`.
-        unsafe { self.argmax.launch(Grid::rows(rows, 1024), args) };
+        self.queue_best_into(Logits { start: logits, stride, vocab: cols, rows }, pairs, None);
         Ok(pairs)
     }
 
-    /// Queues the choice of a token for each row, and its way to the host. **Collective: all ranks of the
-    /// TP group.**
-    pub fn queue(&mut self, collective: &dyn Collective, logits: Address, choice: &Choice<'_>) -> Result<()> {
-        let (rows, ranks) = (choice.rows.len(), collective.size());
-        assert!(choice.rows.iter().all(|row| row.is_greedy()), "rows that sample are chosen on the host");
-        let mine = self.queue_best(logits, rows, choice.local_vocab, choice.local_real)?;
-        let mut best = mine;
-        if ranks > 1 {
-            best = room(&self.device, &mut self.gathered, ranks * rows * size_of::<[u32; 2]>())?;
-            let stream = StreamHandle(self.device.stream);
-            // SAFETY: both buffers hold the pairs of `rows` rows, of one rank and of all.
-            unsafe { collective.all_gather(mine as *const _, best as *mut _, 2 * rows, DType::F32, stream)? };
+    /// Pairs of any number of rows of one rank, and the columns into `chosen`.
+    fn queue_best_into(&self, logits: Logits, pairs: Address, chosen: Option<Address>) {
+        let Logits { start, stride, vocab, rows } = logits;
+        assert!(vocab <= stride, "{vocab} columns of {stride}");
+        for first in (0..rows).step_by(ROWS_MAX) {
+            let at = |start: Address, bytes: usize| start + (first * bytes) as u64;
+            let start = at(start, stride * size_of::<f32>());
+            let logits = Logits { start, stride, vocab, rows: (rows - first).min(ROWS_MAX) };
+            let chosen = chosen.map(|chosen| at(chosen, size_of::<TokenId>()));
+            // SAFETY: the logits are the caller's; pairs and chosen tokens have room for `rows`.
+            unsafe { self.sampling.queue_best(logits, at(pairs, size_of::<[u32; 2]>()), chosen) };
         }
+    }
+
+    /// Queues the choice of a token for each row of `logits` `[rows, local_vocab]`, and its way to the host.
+    /// **Collective: all ranks of the TP group.**
+    pub fn queue(
+        &mut self,
+        staging: &mut Staging,
+        collective: &dyn Collective,
+        logits: Address,
+        choice: &Choice<'_>,
+    ) -> Result<()> {
+        let rows = choice.rows.len();
         if self.chosen.bytes() < rows * size_of::<TokenId>() {
             self.device.note_move();
             self.chosen = chosen_buffer(&self.device, rows.next_power_of_two())?;
         }
-        let args = Args::default().address(best).int(ranks).int(rows).int(choice.local_vocab);
+        match choice.rows.iter().all(|row| row.is_greedy()) {
+            true => self.queue_greedy(collective, logits, choice)?,
+            false => self.queue_drawn(staging, collective, logits, choice)?,
+        }
+        self.send(rows)
+    }
+
+    /// The most likely token of each row.
+    fn queue_greedy(
+        &mut self,
+        collective: &dyn Collective,
+        logits: Address,
+        choice: &Choice<'_>,
+    ) -> Result<()> {
+        let (rows, ranks) = (choice.rows.len(), collective.size());
+        let pairs = rows * size_of::<[u32; 2]>();
+        let mine = room(&self.device, &mut self.local, pairs)?;
+        let local = Logits { start: logits, stride: choice.local_vocab, vocab: choice.local_real, rows };
+        if ranks == 1 {
+            self.queue_best_into(local, mine, Some(self.chosen.address()));
+            return Ok(());
+        }
+        self.queue_best_into(local, mine, None);
+        let all = room(&self.device, &mut self.gathered, ranks * pairs)?;
+        let stream = StreamHandle(self.device.stream);
+        // SAFETY: both buffers hold the pairs of `rows` rows, of one rank and of all.
+        unsafe { collective.all_gather(mine as *const _, all as *mut _, 2 * rows, DType::F32, stream)? };
+        let args = Args::default().address(all).int(ranks).int(rows).int(choice.local_vocab);
         // SAFETY: pairs and chosen tokens have room for `rows` rows.
         unsafe { self.pick.launch(Grid::elements(rows), args.address(self.chosen.address())) };
-        self.send(rows)
+        Ok(())
+    }
+
+    /// A token of each row by its parameters, from the logits of all ranks.
+    fn queue_drawn(
+        &mut self,
+        staging: &mut Staging,
+        collective: &dyn Collective,
+        logits: Address,
+        choice: &Choice<'_>,
+    ) -> Result<()> {
+        let params: Vec<RowParams> = choice.rows.iter().map(RowParams::from).collect();
+        let params = self.params.set(&self.device, staging, &params)?;
+        let (rows, ranks, stride) = (choice.rows.len(), collective.size(), choice.local_vocab);
+        let row_bytes = stride * size_of::<f32>();
+        let at_once = if ranks == 1 { ROWS_MAX } else { GATHERED_BYTES / (ranks * row_bytes) };
+        let at_once = at_once.clamp(1, ROWS_MAX);
+        for first in (0..rows).step_by(at_once) {
+            let count = (rows - first).min(at_once);
+            let mine = logits + (first * row_bytes) as u64;
+            let mut all = mine;
+            if ranks > 1 {
+                all = room(&self.device, &mut self.gathered, ranks * count * row_bytes)?;
+                let (from, to) = (mine as *const _, all as *mut _);
+                let stream = StreamHandle(self.device.stream);
+                // SAFETY: the logits are the caller's, the buffer holds those of all ranks.
+                unsafe { collective.all_gather(from, to, count * stride, DType::F32, stream)? };
+            }
+            let logits = Logits { start: all, stride, vocab: choice.vocab_size, rows: count };
+            let params = params + (first * size_of::<RowParams>()) as u64;
+            let chosen = self.chosen.address() + (first * size_of::<TokenId>()) as u64;
+            // SAFETY: logits as gathered; parameters and chosen tokens are there for all rows.
+            unsafe { self.sampling.queue(logits, params, chosen) };
+        }
+        Ok(())
     }
 
     /// Queues the way of `rows` chosen tokens to the host.

@@ -27,8 +27,12 @@ pub(super) enum Source {
     Rope,
     /// `gemv.cu`.
     Gemv,
+    /// `skinny.cu`.
+    Skinny,
     /// `moe.cu`.
     Moe,
+    /// `sample.cu`; logits are f32 whatever the type.
+    Sample,
     /// `attention_token.cu` for heads of at most so many elements.
     AttentionToken(usize),
     /// `attention_decode.cu` likewise.
@@ -47,7 +51,9 @@ impl Source {
             Self::Norm => "norm".into(),
             Self::Rope => "rope".into(),
             Self::Gemv => "gemv".into(),
+            Self::Skinny => "skinny".into(),
             Self::Moe => "moe".into(),
+            Self::Sample => "sample".into(),
             Self::AttentionToken(dim) => format!("attention_token_{dim}"),
             Self::AttentionDecode(dim) => format!("attention_decode_{dim}"),
             Self::AttentionTile(dim) => format!("attention_tile_{dim}"),
@@ -64,7 +70,9 @@ impl Source {
             Self::Norm => &[include_str!("../../kernels/norm.cu")],
             Self::Rope => &[include_str!("../../kernels/rope.cu")],
             Self::Gemv => &[include_str!("../../kernels/gemv.cu")],
+            Self::Skinny => &[mma, include_str!("../../kernels/skinny.cu")],
             Self::Moe => &[include_str!("../../kernels/moe.cu")],
+            Self::Sample => &[include_str!("../../kernels/sample.cu")],
             Self::AttentionToken(_) => &[attention, include_str!("../../kernels/attention_token.cu")],
             Self::AttentionDecode(_) => &[attention, mma, include_str!("../../kernels/attention_decode.cu")],
             Self::AttentionTile(_) => &[attention, mma, include_str!("../../kernels/attention_tile.cu")],
@@ -214,12 +222,14 @@ fn check(code: c_int, name: &str, problem: &str) -> Result<()> {
 mod tests {
     use super::*;
 
-    const ALL: [Source; 16] = [
+    const ALL: [Source; 18] = [
         Source::Pointwise,
         Source::Norm,
         Source::Rope,
         Source::Gemv,
+        Source::Skinny,
         Source::Moe,
+        Source::Sample,
         Source::AttentionToken(64),
         Source::AttentionToken(128),
         Source::AttentionToken(256),
@@ -238,12 +248,14 @@ mod tests {
         fn kernels(self) -> &'static [&'static str] {
             match self {
                 Self::Pointwise => {
-                    &["embed", "gather_rows", "scale", "softcap", "argmax", "gated_activation", "poison"]
+                    &["embed", "gather_rows", "scale", "softcap", "gated_activation", "poison"]
                 }
                 Self::Norm => &["rms_norm", "add_norm"],
                 Self::Rope => &["rope_and_store"],
                 Self::Gemv => &["gemv_1", "gemv_2", "gemv_1_f32", "gemv_2_f32"],
+                Self::Skinny => &["skinny"],
                 Self::Moe => &["route", "moe_gate_up", "moe_down"],
+                Self::Sample => &["sample_best", "sample_weigh", "sample_pick"],
                 Self::AttentionToken(256) => &["attention_token_1", "attention_token_2", "attention_token_4"],
                 Self::AttentionToken(_) => {
                     &["attention_token_1", "attention_token_2", "attention_token_4", "attention_token_8"]
@@ -313,14 +325,17 @@ mod tests {
     /// enough; the kernels that take tokens one by one differ for f32, and tiles have no f32.
     fn types(architecture: &str, source: Source) -> &'static [DType] {
         match (architecture, source) {
-            ("sm_90a", Source::AttentionToken(_)) => &[DType::F32],
+            ("sm_90a", Source::AttentionToken(_) | Source::Sample) => &[DType::F32],
             (
                 "sm_90a",
-                Source::AttentionDecode(_) | Source::AttentionTile(_) | Source::AttentionHopper(_),
+                Source::Skinny
+                | Source::AttentionDecode(_)
+                | Source::AttentionTile(_)
+                | Source::AttentionHopper(_),
             ) => &[DType::Bf16, DType::F16],
             (_, Source::AttentionHopper(_)) => &[],
             ("sm_90a", _) => &[DType::F32, DType::Bf16, DType::F16],
-            (_, Source::AttentionToken(128)) => &[DType::F32],
+            (_, Source::AttentionToken(128) | Source::Sample) => &[DType::F32],
             (_, Source::AttentionDecode(128) | Source::AttentionTile(128)) => &[DType::Bf16],
             (_, Source::AttentionToken(_) | Source::AttentionDecode(_) | Source::AttentionTile(_)) => &[],
             _ => &[DType::Bf16],

@@ -13,18 +13,20 @@
 //!   to a bound); they are not bit-equal across batches.
 //! * An operation that cannot return an error keeps it; the next one that can reports it.
 //!
-//! Reading order: `driver`, `memory`, `compile`, `launch`, `tensor`, `gemm`, `attention`, `moe`, `choose`, `recording`;
-//! [`selftest`] compares with the CPU.
+//! Reading order: `driver`, `memory`, `compile`, `launch`, `tensor`, `gemm`, `few_rows`, `attention`, `moe`, `sample`, `choose`,
+//! `recording`; [`selftest`] compares with the CPU.
 
 mod attention;
 mod choose;
 mod compile;
 mod driver;
+mod few_rows;
 mod gemm;
 mod launch;
 mod memory;
 mod moe;
 mod recording;
+mod sample;
 pub mod selftest;
 mod tensor;
 
@@ -41,6 +43,7 @@ use attention::AttentionStep;
 use choose::Chooser;
 use compile::Source;
 use driver::{Address, Device};
+use few_rows::FewRows;
 use gemm::{Gemm, Operands, Shape};
 use launch::{Args, Grid, Kernel, Module};
 use lockstep_comm::collective::{Collective, StreamHandle};
@@ -52,11 +55,6 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
 
-/// Rows up to which a matrix product goes to the kernel that only streams the weights.
-const GEMV_ROWS_MAX: usize = 2;
-/// Warps of its blocks, and outputs of a warp.
-const GEMV_WARPS: usize = 8;
-const GEMV_OUTPUTS: usize = 2;
 /// Widest row that the norm kernels hold: 1024 threads of two parts of 8.
 const NORM_COLS_MAX: usize = 16_384;
 
@@ -76,6 +74,7 @@ pub struct CudaBackend {
     device: Rc<Device>,
     dtype: DType,
     kernels: Kernels,
+    few_rows: FewRows,
     gemm: Gemm,
     staging: RefCell<Staging>,
     attention: AttentionStep,
@@ -94,16 +93,11 @@ struct Kernels {
     rms_norm: Kernel,
     add_norm: Kernel,
     rope_and_store: Kernel,
-    /// By number of rows less 1.
-    gemv: [Kernel; GEMV_ROWS_MAX],
-    /// The same with f32 results.
-    gemv_f32: [Kernel; GEMV_ROWS_MAX],
 }
 
 impl Kernels {
     fn load(device: &Rc<Device>, pointwise: &Module, dtype: DType) -> Result<Self> {
         let norm = Source::Norm.load(device, dtype)?;
-        let gemv = Source::Gemv.load(device, dtype)?;
         Ok(Self {
             embed: pointwise.kernel("embed", 0)?,
             gather_rows: pointwise.kernel("gather_rows", 0)?,
@@ -114,8 +108,6 @@ impl Kernels {
             rms_norm: norm.kernel("rms_norm", 0)?,
             add_norm: norm.kernel("add_norm", 0)?,
             rope_and_store: Source::Rope.load(device, dtype)?.kernel("rope_and_store", 0)?,
-            gemv: [gemv.kernel("gemv_1", 0)?, gemv.kernel("gemv_2", 0)?],
-            gemv_f32: [gemv.kernel("gemv_1_f32", 0)?, gemv.kernel("gemv_2_f32", 0)?],
         })
     }
 }
@@ -140,6 +132,7 @@ impl CudaBackend {
             dtype: options.dtype,
             kernels: Kernels::load(&device, &pointwise, options.dtype)?,
             chooser: Chooser::new(&device, &pointwise)?,
+            few_rows: FewRows::new(&device, options.dtype)?,
             gemm: Gemm::new(&device, options.dtype)?,
             staging: RefCell::new(Staging::new(&device)?),
             attention: AttentionStep::new(&device)?,
@@ -300,19 +293,17 @@ impl Backend for CudaBackend {
     ) {
         let (n, k) = (w.spec.out_features, w.spec.in_features);
         let (from, to) = (x.rows(rows, k, self.dtype), out.rows(rows, n, out.dtype));
-        if (1..=GEMV_ROWS_MAX).contains(&rows) {
-            let kernels = if out.dtype == self.dtype { &self.kernels.gemv } else { &self.kernels.gemv_f32 };
-            let args = Args::default().address(w.buffer.address()).address(from);
-            let args = args.optional(bias.map(|bias| bias.exact(n))).address(to).int(n).int(k);
-            let grid = Grid::rows(n.div_ceil(GEMV_WARPS * GEMV_OUTPUTS), 32 * GEMV_WARPS);
-            // SAFETY: matrix, bias and both tensors have the sizes that were checked.
-            unsafe { kernels[rows - 1].launch(grid, args) };
-        } else if rows > 0 {
+        if rows == 0 {
+            return;
+        }
+        let shape = Shape { m: rows, n, k, out: out.dtype, bias: bias.is_some() };
+        let exact = bias.map(|bias| bias.exact(n));
+        let operands = Operands { weights: w.buffer.address(), x: from, bias: exact, y: to };
+        // SAFETY: matrix, bias and both tensors have the sizes that were checked.
+        if !unsafe { self.few_rows.run(&shape, &operands) } {
             let bias = bias.map(|bias| bias.rounded.address());
-            let shape = Shape { m: rows, n, k, out: out.dtype, bias: bias.is_some() };
-            let operands = Operands { weights: w.buffer.address(), x: from, bias, y: to };
             // SAFETY: as above.
-            let result = unsafe { self.gemm.run(shape, operands) };
+            let result = unsafe { self.gemm.run(shape, Operands { bias, ..operands }) };
             self.device.keep(result);
         }
     }
@@ -440,8 +431,8 @@ impl Backend for CudaBackend {
         Ok(Some(copied.as_chunks::<8>().0.iter().map(pair).collect()))
     }
 
-    fn can_choose(&self, row: &RowChoice) -> bool {
-        row.is_greedy()
+    fn can_choose(&self, _row: &RowChoice) -> bool {
+        true
     }
 
     fn choose(
@@ -451,7 +442,7 @@ impl Backend for CudaBackend {
         choice: &Choice<'_>,
     ) -> Result<()> {
         let from = logits.rows(choice.rows.len(), choice.local_vocab, DType::F32);
-        self.chooser.queue(collective, from, choice)
+        self.chooser.queue(self.staging.get_mut(), collective, from, choice)
     }
 
     fn take_chosen(&mut self, tokens: &mut Vec<TokenId>) -> Result<()> {

@@ -6,6 +6,7 @@
 //! once, generic over the backend ([`Probe`]).
 
 mod cases;
+mod choose;
 mod decode;
 
 use super::{CudaBackend, CudaOptions, CudaTensor};

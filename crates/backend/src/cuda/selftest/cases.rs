@@ -1,5 +1,6 @@
 //! One random case of each operation.
 
+use super::choose::choose;
 use super::decode::decode;
 use super::{Probe, Random};
 use crate::cpu::CpuBackend;
@@ -58,6 +59,7 @@ pub(super) const ALL: &[Operation] = operations![
     attention "rope_and_store, attention" 3.0;
     decode "attention of many requests" 2.5;
     moe "moe" 2.0;
+    choose "choosing tokens" 0.0;
 ];
 
 /// A matrix and its rows, scaled so that products are about 1.

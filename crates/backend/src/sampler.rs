@@ -1,11 +1,13 @@
-//! Chooses the next token of each request; the same on every rank by construction.
+//! Chooses the next token of each request on the host; the same on every rank by construction. `cuda` does
+//! the same on the device and is compared with this.
 //!
 //! Random numbers are counter-based (Philox4x32-10, Salmon et al. 2011), keyed by (seed, choice,
 //! position of the token in the answer). Nothing is drawn from a stream, so a seed gives the same
 //! text at any batch size, any tp size and after a retraction. Logits are gathered in vocabulary
 //! order; padding rows are never candidates; ties go to the smaller id.
 
-use lockstep_core::{SamplingParams, TokenId};
+use crate::choice::RowChoice;
+use lockstep_core::TokenId;
 
 /// Candidates sorted first when a nucleus is wanted; grown fourfold while it does not suffice.
 const SORTED_FIRST: usize = 512;
@@ -42,30 +44,30 @@ pub fn argmax(logits: &[f32]) -> Option<(f32, usize)> {
 }
 
 impl Sampler {
-    /// The token at `output_index` of a request, from the logits of the whole real vocabulary.
+    /// The token that `row` wants, from the logits of the whole real vocabulary.
     ///
     /// Order of the filters follows vLLM and SGLang: temperature, top-k, top-p, min-p.
     /// Deterministic in all arguments.
-    pub fn sample(&mut self, logits: &[f32], params: &SamplingParams, output_index: u32) -> TokenId {
+    pub fn sample(&mut self, logits: &[f32], row: &RowChoice) -> TokenId {
         let Some((top, top_id)) = argmax(logits) else { return 0 };
-        if params.is_greedy() || top == f32::INFINITY {
+        if row.is_greedy() || top == f32::INFINITY {
             return top_id as TokenId;
         }
-        let uniform = uniform(params.seed, params.choice, output_index);
-        let scale = 1.0 / f64::from(params.temperature);
+        let uniform = uniform(row.seed, row.choice, row.output_index);
+        let scale = 1.0 / f64::from(row.temperature);
         let weight = |logit: f32| (f64::from(logit - top) * scale).exp();
-        if params.top_k == 0 && params.top_p >= 1.0 && params.min_p <= 0.0 {
+        if row.top_k == 0 && row.top_p >= 1.0 && row.min_p <= 0.0 {
             return draw(logits.iter().map(|&l| weight(l)), uniform).unwrap_or(top_id) as TokenId;
         }
-        let floor = f64::from(params.min_p);
+        let floor = f64::from(row.min_p);
         self.candidates.clear();
         let all = logits.iter().enumerate().map(|(id, &logit)| Candidate { logit, id: id as TokenId });
-        if params.top_p >= 1.0 && params.min_p > 0.0 && params.top_k == 0 {
+        if row.top_p >= 1.0 && row.min_p > 0.0 && row.top_k == 0 {
             self.candidates.extend(all.filter(|c| weight(c.logit) >= floor));
         } else {
             self.candidates.extend(all.filter(|c| c.logit > f32::NEG_INFINITY));
-            self.keep_top_k(params.top_k as usize);
-            self.keep_top_p(f64::from(params.top_p), weight);
+            self.keep_top_k(row.top_k as usize);
+            self.keep_top_p(f64::from(row.top_p), weight);
             self.candidates.retain(|c| weight(c.logit) >= floor);
         }
         let chosen = draw(self.candidates.iter().map(|c| weight(c.logit)), uniform);
@@ -152,6 +154,13 @@ fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_core::SamplingParams;
+
+    impl Sampler {
+        fn token(&mut self, logits: &[f32], params: &SamplingParams, output_index: u32) -> TokenId {
+            self.sample(logits, &RowChoice::new(params, output_index))
+        }
+    }
 
     fn params(temperature: f32) -> SamplingParams {
         SamplingParams { temperature, ..SamplingParams::default() }
@@ -175,8 +184,8 @@ mod tests {
     fn greedy_ignores_everything_else_and_ties_go_to_the_smaller_id() {
         let mut s = Sampler::default();
         let p = SamplingParams { top_p: 0.1, min_p: 0.9, ..params(0.0) };
-        assert_eq!(s.sample(&[1.0, 3.0, f32::NAN, 3.0], &p, 0), 1);
-        assert_eq!(s.sample(&[f32::NEG_INFINITY, -1.0], &SamplingParams { top_k: 1, ..params(2.0) }, 0), 1);
+        assert_eq!(s.token(&[1.0, 3.0, f32::NAN, 3.0], &p, 0), 1);
+        assert_eq!(s.token(&[f32::NEG_INFINITY, -1.0], &SamplingParams { top_k: 1, ..params(2.0) }, 0), 1);
     }
 
     #[test]
@@ -186,7 +195,7 @@ mod tests {
         let mut counts = [0usize; 4];
         let draws = 40_000;
         for i in 0..draws {
-            counts[s.sample(&logits, &SamplingParams { seed: 7, ..params(1.0) }, i) as usize] += 1;
+            counts[s.token(&logits, &SamplingParams { seed: 7, ..params(1.0) }, i) as usize] += 1;
         }
         let z: f64 = [0.0f64, 1.0, 2.0].iter().map(|l| l.exp()).sum();
         for (i, l) in [0.0f64, 1.0, 2.0].iter().enumerate() {
@@ -205,7 +214,7 @@ mod tests {
         order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
         let allowed = |p: &SamplingParams| -> std::collections::BTreeSet<TokenId> {
             let mut s = Sampler::default();
-            (0..4000).map(|i| s.sample(&logits, p, i)).collect()
+            (0..4000).map(|i| s.token(&logits, p, i)).collect()
         };
         let top_k = SamplingParams { top_k: 5, ..params(5.0) };
         let want: std::collections::BTreeSet<_> = order[..5].iter().map(|&i| i as TokenId).collect();
@@ -229,7 +238,7 @@ mod tests {
         // A nucleus larger than the first sorted batch grows it.
         let wide = SamplingParams { top_p: 0.999, ..params(50.0) };
         assert!(allowed(&wide).len() > SORTED_FIRST);
-        assert_eq!(s.sample(&logits, &SamplingParams { top_p: 1e-9, ..params(1.0) }, 3), order[0] as TokenId);
+        assert_eq!(s.token(&logits, &SamplingParams { top_p: 1e-9, ..params(1.0) }, 3), order[0] as TokenId);
     }
 
     #[test]
@@ -237,10 +246,10 @@ mod tests {
         let mut s = Sampler::default();
         let logits: Vec<f32> = (0..500).map(|i| (i % 17) as f32 * 0.1).collect();
         let p = SamplingParams { seed: 99, top_p: 0.95, ..params(1.3) };
-        let first: Vec<_> = (0..50).map(|i| s.sample(&logits, &p, i)).collect();
-        let again: Vec<_> = (0..50).rev().map(|i| Sampler::default().sample(&logits, &p, i)).collect();
+        let first: Vec<_> = (0..50).map(|i| s.token(&logits, &p, i)).collect();
+        let again: Vec<_> = (0..50).rev().map(|i| Sampler::default().token(&logits, &p, i)).collect();
         assert!(first.iter().eq(again.iter().rev()));
         let other = SamplingParams { seed: 100, ..p.clone() };
-        assert!((0..50).any(|i| s.sample(&logits, &other, i) != first[i as usize]));
+        assert!((0..50).any(|i| s.token(&logits, &other, i) != first[i as usize]));
     }
 }
