@@ -128,6 +128,10 @@ fn open_source(config: &RankConfig) -> Result<Box<dyn WeightSource>> {
     if config.parallel.is_primary() {
         tracing::info!("weights are {}", files.source_label());
         files.conversions().iter().for_each(|line| tracing::info!("{line}"));
+        if !files.unread_keys().is_empty() {
+            let keys = files.unread_keys().join(", ");
+            tracing::warn!("config.json has keys that this version does not know and does not read: {keys}");
+        }
     }
     Ok(Box::new(files))
 }

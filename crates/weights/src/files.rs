@@ -45,6 +45,8 @@ pub(crate) struct Opened {
     pub tensors: BTreeMap<String, Tensor>,
     /// Scales of activations and of the KV cache that were left out.
     pub ignored_scales: usize,
+    /// Keys of the description that were not understood.
+    pub unread_keys: Vec<String>,
     /// The folder, for formats that keep the tokenizer beside the weights.
     pub folder: Option<PathBuf>,
     pub metadata: Option<Metadata>,
@@ -176,6 +178,12 @@ impl ModelFiles {
             )),
         }
         lines
+    }
+
+    /// Keys of config.json that are neither read nor known to be without effect: one may be newer than this
+    /// version and change the answers.
+    pub fn unread_keys(&self) -> &[String] {
+        &self.opened.unread_keys
     }
 
     /// GGUF metadata (vocabulary, merges, chat template); `None` for Hugging Face folders.

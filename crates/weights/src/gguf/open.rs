@@ -32,6 +32,7 @@ pub(crate) fn open(path: &Path) -> Result<Opened, WeightsError> {
         files,
         tensors,
         ignored_scales: 0,
+        unread_keys: Vec::new(),
         folder: None,
         metadata: Some(metadata),
     })

@@ -40,7 +40,7 @@ pub(crate) fn has_weights(folder: &Path) -> bool {
 
 /// Opens a folder for which [`has_weights`] holds.
 pub(crate) fn open(folder: &Path) -> Result<Opened, WeightsError> {
-    let (config, quantisation) = read_config(folder)?;
+    let (config, unread_keys, quantisation) = read_config(folder)?;
     let (defaults, more_eos_tokens) = read_generation_config(folder)?;
     let mut eos_tokens = config.eos_tokens.clone();
     eos_tokens.extend(more_eos_tokens);
@@ -62,17 +62,20 @@ pub(crate) fn open(folder: &Path) -> Result<Opened, WeightsError> {
         files,
         tensors,
         ignored_scales,
+        unread_keys,
         folder: Some(folder.to_owned()),
         metadata: None,
     })
 }
 
-fn read_config(folder: &Path) -> Result<(ModelConfig, Option<Quantisation>), WeightsError> {
+/// The description, the keys of the file that were not understood, and how weights are quantised.
+fn read_config(folder: &Path) -> Result<(ModelConfig, Vec<String>, Option<Quantisation>), WeightsError> {
     let path = folder.join(CONFIG);
     let text = read_small(&path)?;
     let read = || {
         let quantisation = config_json::quantization(&text)?.map(Quantisation);
-        Ok((config_json::parse(&text)?, quantisation))
+        let (config, unread_keys) = config_json::parse_noting(&text)?;
+        Ok((config, unread_keys, quantisation))
     };
     read().map_err(|source| WeightsError::config(&path, source))
 }

@@ -18,6 +18,7 @@ use super::{ConfigError, Family, ModelConfig, QuantizationConfig};
 use crate::ids::TokenId;
 use reader::Reader;
 use serde_json::{Map, Value};
+use std::cell::RefCell;
 
 type Result<T> = std::result::Result<T, ConfigError>;
 
@@ -34,11 +35,69 @@ const ARCHITECTURES: &[(&str, Family, &str)] = &[
     ("Gemma3ForConditionalGeneration", Family::Gemma3, "gemma3"),
 ];
 
+/// Keys of transformers' configuration classes that say nothing about the answers of a text model, and those that are
+/// read by other means or under conditions only.
+const WITHOUT_EFFECT: &[&str] = &[
+    "architectures",
+    "attention_dropout",
+    "auto_map",
+    "boi_token_index",
+    "bos_token_id",
+    "cache_implementation",
+    "decoder_sparse_step",
+    "dtype",
+    "embd_pdrop",
+    "eoi_token_index",
+    "eos_token_id",
+    "head_dim",
+    "hidden_act",
+    "hidden_activation",
+    "image_token_index",
+    "initializer_range",
+    "is_decoder",
+    "layer_types",
+    "max_window_layers",
+    "mlp_only_layers",
+    "mm_tokens_per_image",
+    "model_type",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_key_value_heads",
+    "original_max_position_embeddings",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",
+    "pretraining_tp",
+    "quantization_config",
+    "resid_pdrop",
+    "return_dict",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "router_aux_loss_coef",
+    "sliding_window",
+    "sliding_window_pattern",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "transformers_version",
+    "unk_token_id",
+    "use_cache",
+    "use_sliding_window",
+    "vision_config",
+];
+
 /// Parses the text of a `config.json`.
 ///
 /// A model with a nested `text_config` (Gemma 3 with vision) is read as its text part. Errors name
 /// the key, what the file says and what is accepted.
 pub fn parse(text: &[u8]) -> Result<ModelConfig> {
+    parse_noting(text).map(|(config, _)| config)
+}
+
+/// [`parse`], and the keys of the text model that it neither reads nor knows to be without effect, in order: most
+/// are bookkeeping of a training tool, but one may be newer than this reader and mean something.
+pub fn parse_noting(text: &[u8]) -> Result<(ModelConfig, Vec<String>)> {
     let map = object(text)?;
     quantization_of(&map)?;
     let (family, architecture) = family_of(&map)?;
@@ -53,10 +112,14 @@ pub fn parse(text: &[u8]) -> Result<ModelConfig> {
             });
         }
     };
-    let reader = Reader { map: text_config.unwrap_or(&map), outer: &map, family };
+    let asked = RefCell::default();
+    let reader = Reader { map: text_config.unwrap_or(&map), outer: &map, family, asked };
     let config = families::read(&reader, architecture)?;
     config.validate()?;
-    Ok(config)
+    let asked = reader.asked.into_inner();
+    let is_known = |key: &str| asked.contains(key) || WITHOUT_EFFECT.contains(&key) || key.starts_with('_');
+    let unread = reader.map.iter().filter(|(key, value)| !value.is_null() && !is_known(key));
+    Ok((config, unread.map(|(key, _)| key.clone()).collect()))
 }
 
 /// The `quantization_config` of a `config.json`, if it has one; [`parse`] refuses the methods that

@@ -3,6 +3,8 @@
 use super::Result;
 use crate::config::{ConfigError, Family};
 use serde_json::{Map, Value};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 
 /// One config file being read for one family.
 pub(super) struct Reader<'a> {
@@ -11,11 +13,14 @@ pub(super) struct Reader<'a> {
     /// The whole file; the same as `map` unless that is a nested `text_config`.
     pub outer: &'a Map<String, Value>,
     pub family: Family,
+    /// Keys that were asked for so far, there or not.
+    pub asked: RefCell<BTreeSet<String>>,
 }
 
 impl<'a> Reader<'a> {
     /// The value of `key`; null counts as absent.
     pub fn get(&self, key: &str) -> Option<&'a Value> {
+        self.asked.borrow_mut().insert(key.to_owned());
         self.map.get(key).filter(|v| !v.is_null())
     }
 

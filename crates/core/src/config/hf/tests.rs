@@ -358,3 +358,20 @@ fn illegal_tp_sizes_say_what_works() {
          tp sizes that work for this model: 1, 2, 4"
     );
 }
+
+#[test]
+fn keys_that_nobody_knows_are_noted() {
+    let unread = |patch: Value| {
+        let mut config = llama();
+        let known = json!({"model_type": "llama", "attention_bias": false, "mlp_bias": false, "attention_dropout": 0.0,
+            "pretraining_tp": 1, "use_cache": true, "torch_dtype": "bfloat16", "transformers_version": "4.50.0",
+            "initializer_range": 0.02, "_name_or_path": "x", "rope_scaling": null, "bos_token_id": 1, "hidden_act": "silu",
+            "tie_word_embeddings": false});
+        for (key, value) in known.as_object().unwrap().iter().chain(patch.as_object().unwrap()) {
+            config[key] = value.clone();
+        }
+        parse_noting(config.to_string().as_bytes()).unwrap().1
+    };
+    assert_eq!(unread(json!({})), Vec::<String>::new());
+    assert_eq!(unread(json!({"newer_than_this": 1, "absent_after_all": null})), ["newer_than_this"]);
+}
