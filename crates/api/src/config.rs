@@ -13,6 +13,10 @@ pub const REQUESTS_OPEN_MAX: usize = 4096;
 pub struct ApiConfig {
     /// The `model` that requests name and `/v1/models` lists.
     pub served_model_name: String,
+    /// Where the model was read from; shown by `/get_model_info`.
+    pub model_path: String,
+    /// The name of the model's architecture; shown to Ollama's clients.
+    pub architecture: String,
     /// Longest prompt plus answer in tokens, as enforced by the engine.
     pub context_max: usize,
     /// Token ids at or above it are refused in prompts and `stop_token_ids`.
@@ -44,6 +48,8 @@ impl ApiConfig {
     pub fn new(served_model_name: impl Into<String>, context_max: usize, vocab_size: usize) -> Self {
         Self {
             served_model_name: served_model_name.into(),
+            model_path: String::new(),
+            architecture: String::new(),
             context_max,
             vocab_size,
             running_max: 64,

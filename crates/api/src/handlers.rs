@@ -1,7 +1,7 @@
 //! One function per endpoint.
 
 use crate::ApiConfig;
-use crate::answer::{self, Label, Pending};
+use crate::answer::{self, Label, Pending, Shown};
 use crate::body::read_object;
 use crate::config::unix_seconds;
 use crate::connection::Connection;
@@ -62,15 +62,17 @@ async fn submit<D: Dialect>(
     }
     let hold = connection.hold();
     let stop = call.requests.first().map(|request| request.text.stop.clone()).unwrap_or_default();
-    let generation = app.engine.submit(std::mem::take(&mut call.requests), call.n)?;
+    let mut generation = app.engine.submit(std::mem::take(&mut call.requests), call.n)?;
     let serial = format!("{:08x}{:08x}", app.run_id, generation.id().0);
     let model = app.config.served_model_name.clone();
     let form = D::form(Label { serial: serial.clone(), created: unix_seconds(), model }, &call, echo);
+    generation.go_by(form.id(), None);
+    call.names.iter().for_each(|(name, choice)| generation.go_by(name, *choice));
     tracing::debug!(answer = form.id(), request = %generation.id(), stream = call.stream, "request submitted");
-    let Call { n: per_prompt, parsing, echo_only, stream, .. } = call;
+    let Call { n: per_prompt, parsing, echo_only, hides_echo, stream, .. } = call;
+    let shown = Shown { prompt_only: echo_only, hides_prompt_text: hides_echo };
     let names = D::NAMES;
-    let pending =
-        Pending { generation, hold, form, errors, names, serial, per_prompt, parsing, stop, echo_only };
+    let pending = Pending { generation, hold, form, errors, names, serial, per_prompt, parsing, stop, shown };
     Ok((pending, stream))
 }
 

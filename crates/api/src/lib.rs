@@ -29,6 +29,7 @@ mod handlers;
 pub mod keys;
 mod metrics;
 mod openapi;
+mod operations;
 pub mod parsers;
 #[cfg(test)]
 mod random;
@@ -36,6 +37,7 @@ mod request;
 mod respond;
 mod routes;
 pub mod server;
+mod text;
 mod timing;
 
 pub use config::{ApiConfig, ProcessInfo, REQUESTS_OPEN_MAX, SamplingDefaults};

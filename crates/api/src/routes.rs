@@ -1,9 +1,11 @@
 //! The endpoints: path, handler, and what documents say of them. The router is made from this list, and so are
 //! `/openapi.json`, the endpoints table of `docs/api.md` and the list in `/`: an endpoint is in all or in none.
 
-use crate::dialect::{Chat, Completions, Dialect, Messages, Responses};
+use crate::dialect::{Chat, Completions, Dialect, Messages, Responses, SglangGenerate, ollama};
 use crate::handlers::{self, App};
 use crate::openapi::operations::{Answers, Operation};
+use crate::openapi::{native, ollama as ollama_fields};
+use crate::{operations, text};
 use axum::Router;
 use axum::routing::{MethodRouter, get, post};
 use std::sync::Arc;
@@ -62,6 +64,53 @@ pub(crate) const ROUTES: &[Route] = &[
         ),
     ),
     route(
+        "/generate",
+        || post(handlers::generate::<SglangGenerate>),
+        Operation::generate(
+            SglangGenerate::FIELDS,
+            Answers::WholeOrStream("GenerateAnswer", "GeneratedItem"),
+            "SGLang's native completion, whole or streamed",
+        ),
+    ),
+    route(
+        "/api/chat",
+        || post(handlers::generate::<ollama::Chat>),
+        Operation::generate(
+            ollama::Chat::FIELDS,
+            Answers::WholeOrLines("OllamaChat", "OllamaChat"),
+            "Ollama chat, streamed unless `stream` is false",
+        ),
+    ),
+    route(
+        "/api/generate",
+        || post(handlers::generate::<ollama::Generate>),
+        Operation::generate(
+            ollama::Generate::FIELDS,
+            Answers::WholeOrLines("OllamaGenerated", "OllamaGenerated"),
+            "Ollama completion, streamed unless `stream` is false",
+        ),
+    ),
+    route(
+        "/api/tags",
+        || get(ollama::tags),
+        Operation::get("OllamaModels", "the served model, as Ollama lists it"),
+    ),
+    route(
+        "/api/ps",
+        || get(ollama::ps),
+        Operation::get("OllamaModels", "the served model, which is always loaded"),
+    ),
+    route(
+        "/api/show",
+        || post(ollama::show),
+        Operation::post(
+            ollama_fields::SHOW,
+            "OllamaModel",
+            "what the served model can do, as Ollama tells it",
+        ),
+    ),
+    route("/api/version", || get(ollama::version), Operation::get("OllamaVersion", "as `/version`")),
+    route(
         "/v1/models",
         || get(handlers::models),
         Operation::get(
@@ -77,6 +126,24 @@ pub(crate) const ROUTES: &[Route] = &[
             "the same entry; another id is 404 `model_not_found`. The id may contain slashes, plain or as `%2F`",
         ),
     ),
+    route("/get_model_info", || get(operations::model_info), Operation::get("ModelInfo", MODEL_INFO)),
+    route("/model_info", || get(operations::model_info), Operation::get("ModelInfo", "as `/get_model_info`")),
+    route("/tokenize", || post(text::tokenize), Operation::post(native::TOKENIZE, "Tokens", TOKENIZE)),
+    route(
+        "/v1/tokenize",
+        || post(text::tokenize),
+        Operation::post(native::TOKENIZE, "Tokens", "as `/tokenize`"),
+    ),
+    route(
+        "/detokenize",
+        || post(text::detokenize),
+        Operation::post(native::DETOKENIZE, "Detokenized", DETOKENIZE),
+    ),
+    route(
+        "/v1/detokenize",
+        || post(text::detokenize),
+        Operation::post(native::DETOKENIZE, "Detokenized", "as `/detokenize`"),
+    ),
     route(
         "/health",
         || get(handlers::health),
@@ -84,6 +151,11 @@ pub(crate) const ROUTES: &[Route] = &[
             "Health",
             "200 `{\"status\":\"ok\"}`; 503 with the reason while the server drains or after the engine was lost",
         ),
+    ),
+    route(
+        "/health_generate",
+        || get(operations::health_generate),
+        Operation::get("Generated", HEALTH_GENERATE),
     ),
     route("/version", || get(handlers::version), Operation::get("Version", "`{\"version\": ...}`")),
     route(
@@ -98,6 +170,13 @@ pub(crate) const ROUTES: &[Route] = &[
                 retractions, evicted pages, prefix waits), asked from rank 0 at that moment (503 if it does not \
                 answer within 5 s)",
         },
+    ),
+    route("/flush_cache", || post(operations::flush_cache), FLUSH_CACHE),
+    route("/flush_cache", || get(operations::flush_cache), Operation { method: "get", ..FLUSH_CACHE }),
+    route(
+        "/abort_request",
+        || post(operations::abort_request),
+        Operation::post(native::ABORT, "Aborted", ABORT_REQUEST),
     ),
     route(
         "/debug/flight",
@@ -122,6 +201,11 @@ pub(crate) const ROUTES: &[Route] = &[
         ),
     ),
     route(
+        "/get_server_info",
+        || get(handlers::server_info),
+        Operation::get("ServerInfo", "as `/server_info`"),
+    ),
+    route(
         "/openapi.json",
         || get(handlers::openapi),
         Operation::get(
@@ -135,6 +219,22 @@ pub(crate) const ROUTES: &[Route] = &[
         Operation::get("Root", "name, version, model and the list of endpoints"),
     ),
 ];
+
+const MODEL_INFO: &str =
+    "what is served, in SGLang's words: paths, context, vocabulary, the model's own sampling";
+const TOKENIZE: &str = "the tokens of a prompt or a chat, from a tokenizer process; see \"Tokens and text\"";
+const DETOKENIZE: &str = "the text of tokens, as `prompt` (vLLM's name) and `text` (SGLang's)";
+const HEALTH_GENERATE: &str = "generates one token on all ranks, in front of waiting requests: 200 with `generate_ms`, \
+    or 503 with the reason: refused, or nothing within 20 s";
+const ABORT_REQUEST: &str =
+    "ends an answer by the `id` that its client saw, or all; see \"Running the server\"";
+const FLUSH_CACHE: Operation = Operation {
+    method: "post",
+    body: None,
+    answer: Answers::Json("Flushed"),
+    summary: "every rank forgets the cached prefixes that no request holds, also while requests run: \
+        `pages_flushed`, and what is held, cached and free after it",
+};
 
 /// The router of [`ROUTES`].
 pub(crate) fn router() -> Router<Arc<App>> {

@@ -5,10 +5,13 @@ use crate::control::Phase;
 use crate::handlers::{self, App};
 use crate::request::policy::FieldPolicy;
 use crate::respond::{Answer, refuse};
-use crate::{ApiConfig, ApiError, Ended, EngineClient, ServerControl, errors, keys, routes, timing};
+use crate::{
+    ApiConfig, ApiError, Ended, EngineClient, ServerControl, errors, keys, operations, routes, timing,
+};
 use axum::Router;
 use axum::http::header;
 use axum::middleware;
+use axum::routing::{any, post};
 use lockstep_core::Refusal;
 use std::any::Any;
 use std::future::IntoFuture;
@@ -110,9 +113,20 @@ fn draining() -> Refusal {
 
 fn routes(app: Arc<App>) -> Router {
     routes::router()
+        .merge(unsupported_routes())
         .fallback(handlers::not_found)
         .method_not_allowed_fallback(handlers::method_not_allowed)
         .with_state(app)
+}
+
+/// Endpoints that are known and that this server cannot have.
+fn unsupported_routes() -> Router<Arc<App>> {
+    let add = |routes: Router<Arc<App>>, (path, _): &(&str, &str)| {
+        routes.route(path, post(operations::unsupported))
+    };
+    let managing = |routes: Router<Arc<App>>, path: &&str| routes.route(path, any(operations::unmanaged));
+    let routes = operations::UNSUPPORTED.iter().fold(Router::new(), add);
+    operations::MANAGING.iter().fold(routes, managing)
 }
 
 /// What every answer passes: CORS outside, so that errors carry its headers too; inside it, errors get the

@@ -33,11 +33,11 @@ pub(crate) struct TimingBody {
     /// From there to its first token.
     prefill_ms: f64,
     /// From its first token to its last.
-    decode_ms: f64,
+    pub(crate) decode_ms: f64,
     /// Queue and prefill.
-    time_to_first_token_ms: f64,
+    pub(crate) time_to_first_token_ms: f64,
     /// From the api's taking the request to the choice's end, tokenizing and detokenizing included.
-    total_ms: f64,
+    pub(crate) total_ms: f64,
     prompt_tokens: u32,
     cached_tokens: u32,
     completion_tokens: u32,

@@ -10,7 +10,7 @@ use lockstep_api::dispatch::{self, LinkSockets};
 use lockstep_api::{Ended, EngineClient, ServerControl, serve};
 use lockstep_comm::{AsyncReceiver, Context, Endpoint, Receiver, Sender};
 use lockstep_core::FinishReason;
-use lockstep_wire::{EngineInfo, ToApi, ToScheduler, ToTokenizer};
+use lockstep_wire::{EngineInfo, TextAnswer, ToApi, ToScheduler, ToTokenizer};
 use std::time::Duration;
 use tokio::net::TcpListener;
 
@@ -18,13 +18,18 @@ const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Answers requests with "ok" and queries with 7 free pages, until it is told to stop.
 fn engine(tokenizer: Receiver<ToTokenizer>, scheduler: Receiver<ToScheduler>, api: Sender<ToApi>) {
-    for _ in 0..2 {
+    for _ in 0..3 {
         match tokenizer.recv(Some(DEADLINE)).unwrap().expect("a message") {
             ToTokenizer::Generate(request) => {
                 let delta = common::delta(request.id, "ok", Some(FinishReason::Stop));
                 api.send(&ToApi::Deltas(vec![delta]), DEADLINE).unwrap();
             }
             ToTokenizer::Shutdown => break,
+            ToTokenizer::AskText { query, .. } => {
+                let result = Ok(TextAnswer::Text("as text".into()));
+                api.send(&ToApi::TextAnswered { query, result }, DEADLINE).unwrap();
+                continue;
+            }
             ToTokenizer::Abort(id) => panic!("unexpected abort of {id}"),
         }
         let Some(ToScheduler::Info { query }) = scheduler.recv(Some(DEADLINE)).unwrap() else {
@@ -63,6 +68,9 @@ async fn requests_queries_and_shutdown_over_real_links() {
     assert_eq!(http.reply().await.json()["choices"][0]["text"], "ok");
     http.send(get("/server_info")).await;
     assert_eq!(http.reply().await.json()["engine"]["pages_free"], 7);
+
+    http.send(post("/detokenize", r#"{"tokens":[1]}"#)).await;
+    assert_eq!(http.reply().await.json()["prompt"], "as text");
 
     handle.drain(Duration::ZERO);
     assert_eq!(within("serve", served).await.unwrap().unwrap(), Ended::Drained);

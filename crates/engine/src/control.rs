@@ -54,6 +54,8 @@ pub enum Outgoing {
     Refused(RequestId, Refusal),
     /// To the api: answer to an info query.
     Info(Box<EngineInfo>),
+    /// To the api: the flush of query `.0` freed `.1` pages.
+    CacheFlushed(u64, usize),
     /// To the api: where the recordings of query `.0` are, by rank.
     FlightWritten(u64, std::result::Result<Vec<String>, String>),
 }

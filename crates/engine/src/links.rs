@@ -129,6 +129,7 @@ impl Primary for ZmqPrimary {
             Outgoing::Step(tokens) => self.detokenizer.push(ToDetokenizer::Step(tokens)),
             Outgoing::Refused(id, refusal) => self.api.push(ToApi::Refused { id, refusal }),
             Outgoing::Info(info) => self.api.push(ToApi::EngineInfo(info)),
+            Outgoing::CacheFlushed(query, pages) => self.api.push(ToApi::CacheFlushed { query, pages }),
             Outgoing::FlightWritten(query, result) => self.api.push(ToApi::FlightWritten { query, result }),
         }
     }

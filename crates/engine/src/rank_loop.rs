@@ -184,7 +184,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         match message {
             ToScheduler::Submit(request) => self.submit(*request, stamp_ms)?,
             ToScheduler::Abort(id) => self.scheduler.abort(id),
-            ToScheduler::FlushCache => self.scheduler.flush_cache(),
+            ToScheduler::FlushCache { query } => self.flush_cache(query)?,
             ToScheduler::Info { query } => {
                 let info = self.info(query);
                 self.deliver(|| Outgoing::Info(Box::new(info)))?;
@@ -195,6 +195,14 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
             ToScheduler::Shutdown => self.state.stopping = true,
         }
         Ok(())
+    }
+
+    /// Every rank flushes; rank 0 tells how many pages that freed, equal on all.
+    fn flush_cache(&mut self, query: u64) -> Result<()> {
+        let free_before = self.scheduler.counters().pages_free;
+        self.scheduler.flush_cache();
+        let pages = self.scheduler.counters().pages_free.saturating_sub(free_before);
+        self.deliver(|| Outgoing::CacheFlushed(query, pages))
     }
 
     /// Every rank writes its own recording, of the same steps; rank 0 answers for all.

@@ -130,6 +130,7 @@ impl Client {
         match message {
             ToApi::Refused { id, refusal } => self.refused(id, &refusal, oracle),
             ToApi::EngineInfo(info) => self.info(&info),
+            ToApi::CacheFlushed { query, .. } => self.answered(query),
             other => Err(format!("rank 0 told the api {other:?} between two steps")),
         }
     }
@@ -210,14 +211,19 @@ impl Client {
     }
 
     fn info(&mut self, info: &EngineInfo) -> Result<(), String> {
-        let Some(at) = self.queries_open.iter().position(|&query| query == info.query) else {
-            return Err(format!("query {} is answered twice or was never asked", info.query));
-        };
-        self.queries_open.remove(at);
+        self.answered(info.query)?;
         let pages = info.pages_free + info.pages_cached + info.pages_held;
         if (pages, info.pages_total) != (self.pages_total, self.pages_total) {
             return Err(format!("pages do not add up to {}: {info:?}", self.pages_total));
         }
+        Ok(())
+    }
+
+    fn answered(&mut self, query: u64) -> Result<(), String> {
+        let Some(at) = self.queries_open.iter().position(|&open| open == query) else {
+            return Err(format!("query {query} is answered twice or was never asked"));
+        };
+        self.queries_open.remove(at);
         Ok(())
     }
 

@@ -438,6 +438,9 @@ impl Simulation {
                 (Link::Api, lockstep_wire::encode(&ToApi::Refused { id, refusal }))
             }
             Outgoing::Info(info) => (Link::Api, lockstep_wire::encode(&ToApi::EngineInfo(info))),
+            Outgoing::CacheFlushed(query, pages) => {
+                (Link::Api, lockstep_wire::encode(&ToApi::CacheFlushed { query, pages }))
+            }
             Outgoing::FlightWritten(query, result) => {
                 (Link::Api, lockstep_wire::encode(&ToApi::FlightWritten { query, result }))
             }

@@ -8,6 +8,7 @@ use crate::pieces::Pieces;
 use crate::stream::RequestDecoder;
 use lockstep_core::{Refusal, TokenId};
 use lockstep_wire::{ChatMessages, Prompt, TextParams, TokenText, TokenizeParams, Vocabulary};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
@@ -138,7 +139,7 @@ impl TextModel {
             Prompt::Tokens(ids) => {
                 let ids = kept(ids.clone(), keep_last);
                 self.check_length(ids.len(), "prompt")?;
-                self.check_ids(&ids)?;
+                self.check_ids(&ids, "prompt")?;
                 (ids, "prompt")
             }
             Prompt::Text(text) => {
@@ -164,10 +165,10 @@ impl TextModel {
         if params.keep_last.is_none() {
             return self.encode_bounded(text, add_special, param).map(undoubled);
         }
-        self.check_bytes(text, param)?;
+        self.check_bytes(text.len(), param)?;
         let ids = kept(undoubled(self.encode(text, add_special)?), params.keep_last);
         self.check_length(ids.len(), param)?;
-        self.check_ids(&ids)?;
+        self.check_ids(&ids, "prompt")?;
         Ok(ids)
     }
 
@@ -182,6 +183,28 @@ impl TextModel {
         all.sort_unstable();
         all.dedup();
         Ok(all)
+    }
+
+    /// The tokens of a prompt that nobody runs: no limit but one on its bytes, so that a client can ask how far a
+    /// prompt is over the context.
+    ///
+    /// `add_special` as in [`Self::encode`], for chats as well; a beginning-of-text token is not doubled.
+    pub fn tokenize(&self, prompt: &Prompt, add_special: bool) -> Result<Vec<TokenId>, Refusal> {
+        let (text, param) = match prompt {
+            Prompt::Tokens(ids) => {
+                self.check_ids(ids, "prompt")?;
+                return Ok(ids.clone());
+            }
+            Prompt::Text(text) => (Cow::Borrowed(text), "prompt"),
+            Prompt::Chat(chat) => (Cow::Owned(self.render_chat(chat)?), "messages"),
+        };
+        self.check_bytes(text.len(), param)?;
+        Ok(self.without_doubled_bos(self.encode(&text, add_special)?, &text))
+    }
+
+    /// How the vocabulary spells each of `ids`; empty for one that it does not have.
+    pub fn token_pieces(&self, ids: &[TokenId]) -> Vec<String> {
+        ids.iter().map(|id| self.tokenizer.id_to_token(*id).unwrap_or_default()).collect()
     }
 
     /// The prompt text of a chat. Refusals are 400s with the template's own message.
@@ -205,6 +228,7 @@ impl TextModel {
     pub fn token_text(&self, id: TokenId, skip_special_tokens: bool) -> TokenText {
         let is_special = self.pieces.get(id).is_none_or(|piece| piece.is_special);
         TokenText {
+            id,
             bytes: self.pieces.bytes_inside(id).unwrap_or_default().into_owned(),
             is_shown: !(is_special && skip_special_tokens),
         }
@@ -252,33 +276,32 @@ impl TextModel {
             if ids.len() > limit.saturating_add(slack) {
                 return Err(too_long(ids.len() - slack, false, self.context_max, param));
             }
-            self.check_bytes(text, param)?;
+            self.check_bytes(text.len(), param)?;
         }
         let ids = self.encode(text, add_special)?;
         self.check_length(ids.len(), param)?;
         // A vocabulary larger than the model's embedding must not reach the embedding.
-        self.check_ids(&ids)?;
+        self.check_ids(&ids, "prompt")?;
         Ok(ids)
     }
 
-    fn check_bytes(&self, text: &str, param: &str) -> Result<(), Refusal> {
+    /// No text may cost seconds, also of the kind that has few tokens.
+    fn check_bytes(&self, len: usize, param: &str) -> Result<(), Refusal> {
         let limit = self.context_max.saturating_sub(1);
         let bytes_max = limit.saturating_mul(BYTES_PER_TOKEN_MAX).max(HEAD_BYTES_MIN);
-        match text.len() > bytes_max {
-            true => Err(too_many_bytes(text.len(), bytes_max, self.context_max, param)),
-            false => Ok(()),
-        }
+        if len > bytes_max { Err(too_many_bytes(len, bytes_max, self.context_max, param)) } else { Ok(()) }
     }
 
     fn check_length(&self, len: usize, param: &str) -> Result<(), Refusal> {
         if len >= self.context_max { Err(too_long(len, true, self.context_max, param)) } else { Ok(()) }
     }
 
-    fn check_ids(&self, ids: &[TokenId]) -> Result<(), Refusal> {
+    /// Whether all `ids` are below [`Self::vocab_size`]; the refusal blames the field `param`.
+    pub(crate) fn check_ids(&self, ids: &[TokenId], param: &str) -> Result<(), Refusal> {
         match ids.iter().find(|id| **id as usize >= self.vocab_size) {
             None => Ok(()),
             Some(id) => Err(Refusal::invalid_param(
-                "prompt",
+                param,
                 format!(
                     "token id {id} is outside this model's vocabulary of {} tokens; send ids below that",
                     self.vocab_size

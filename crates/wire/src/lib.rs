@@ -21,10 +21,12 @@ mod token_bytes;
 
 pub use codec::{WireError, decode, encode};
 pub use to_api::{
-    Delta, Echo, EngineInfo, EngineTotals, RankInfo, Ready, Role, TextLogprobs, Timing, ToApi, TokenText,
-    Usage,
+    Delta, Echo, EngineInfo, EngineTotals, RankInfo, Ready, Role, TextAnswer, TextLogprobs, Timing, ToApi,
+    TokenText, Tokenized, Usage,
 };
 pub use to_detokenizer::{Begin, StepLogprobs, ToDetokenizer, TokenLogprobs, TokenOut};
 pub use to_ranks::Broadcast;
 pub use to_scheduler::{SubmitRequest, ToScheduler, Vocabulary};
-pub use to_tokenizer::{ChatMessages, GenerateRequest, Prompt, TextParams, ToTokenizer, TokenizeParams};
+pub use to_tokenizer::{
+    ChatMessages, GenerateRequest, Prompt, TextParams, TextQuestion, ToTokenizer, TokenizeParams,
+};

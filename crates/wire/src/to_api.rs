@@ -26,8 +26,22 @@ pub enum ToApi {
     },
     /// Text of one step, from the detokenizer.
     Deltas(Vec<Delta>),
+    /// A tokenizer's answer to `ToTokenizer::AskText`.
+    TextAnswered {
+        /// Number of the question this answers.
+        query: u64,
+        /// The answer, or what to tell the client.
+        result: Result<TextAnswer, Refusal>,
+    },
     /// Answer to `ToScheduler::Info`.
     EngineInfo(Box<EngineInfo>),
+    /// Answer to `ToScheduler::FlushCache`.
+    CacheFlushed {
+        /// Number of the query this answers.
+        query: u64,
+        /// Pages that are free again.
+        pages: usize,
+    },
     /// Answer to `ToScheduler::WriteFlight`.
     FlightWritten {
         /// Number of the query this answers.
@@ -35,6 +49,25 @@ pub enum ToApi {
         /// The file of each rank by rank number, or why rank 0 could not write its own.
         result: Result<Vec<String>, String>,
     },
+}
+
+/// What a tokenizer says of a text.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum TextAnswer {
+    /// Of a text to tokenize.
+    Tokens(Tokenized),
+    /// Of tokens to turn into text.
+    Text(String),
+}
+
+/// A text as tokens.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tokenized {
+    /// Its tokens.
+    #[serde(with = "crate::token_bytes")]
+    pub tokens: Vec<TokenId>,
+    /// How the vocabulary spells them, if that was asked for.
+    pub pieces: Option<Vec<String>>,
 }
 
 /// Who says it is ready.
@@ -132,6 +165,8 @@ pub struct Echo {
 /// A token as clients see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenText {
+    /// Its id.
+    pub id: TokenId,
     /// Its bytes, which need not be whole characters.
     #[serde(with = "serde_bytes")]
     pub bytes: Vec<u8>,

@@ -28,8 +28,12 @@ pub enum ToScheduler {
     /// Begin to prepare a grammar; rank 0 makes it of a request with one, which follows once all ranks have
     /// done so.
     Prepare(Box<Grammar>),
-    /// Forget all cached prefixes that no request holds.
-    FlushCache,
+    /// Forget all cached prefixes that no request holds; rank 0 tells the api how many pages that freed
+    /// (`ToApi::CacheFlushed` with the same number).
+    FlushCache {
+        /// Echoed in the reply.
+        query: u64,
+    },
     /// Stop after the running step; every rank exits with code 0.
     Shutdown,
 }

@@ -13,6 +13,13 @@ pub enum ToTokenizer {
     Generate(Box<GenerateRequest>),
     /// Forward an abort to rank 0.
     Abort(RequestId),
+    /// Answer the api itself (`ToApi::TextAnswered` with the same number); rank 0 hears nothing of it.
+    AskText {
+        /// Echoed in the answer.
+        query: u64,
+        /// What to answer.
+        question: Box<TextQuestion>,
+    },
     /// Finish what is queued, then exit with code 0.
     Shutdown,
 }
@@ -59,6 +66,28 @@ pub enum Prompt {
     Tokens(#[serde(with = "crate::token_bytes")] Vec<TokenId>),
     /// Messages for the model's chat template.
     Chat(ChatMessages),
+}
+
+/// What a tokenizer is asked without a request behind it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum TextQuestion {
+    /// The tokens of a prompt, whether or not it fits the context.
+    Tokenize {
+        /// The prompt.
+        prompt: Prompt,
+        /// Add what the tokenizer's post-processor adds (mostly a beginning-of-text token).
+        add_special_tokens: bool,
+        /// Answer the vocabulary's spelling of each token as well.
+        with_pieces: bool,
+    },
+    /// The text of tokens.
+    Detokenize {
+        /// The tokens.
+        #[serde(with = "crate::token_bytes")]
+        tokens: Vec<TokenId>,
+        /// Leave out special tokens.
+        skip_special_tokens: bool,
+    },
 }
 
 /// The input of a chat template. The fields are JSON text (not values), so that key order and

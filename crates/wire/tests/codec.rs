@@ -59,6 +59,13 @@ fn to_tokenizer() -> Vec<ToTokenizer> {
         }))
     };
     let mut all: Vec<_> = prompts.map(generate).into();
+    let tokenize = TextQuestion::Tokenize {
+        prompt: Prompt::Text("é".into()),
+        add_special_tokens: true,
+        with_pieces: false,
+    };
+    let detokenize = TextQuestion::Detokenize { tokens: vec![0, u32::MAX], skip_special_tokens: true };
+    all.extend([tokenize, detokenize].map(|q| ToTokenizer::AskText { query: 9, question: Box::new(q) }));
     all.extend([ToTokenizer::Abort(RequestId(u64::MAX)), ToTokenizer::Shutdown]);
     all
 }
@@ -79,7 +86,7 @@ fn to_scheduler() -> Vec<ToScheduler> {
         ToScheduler::Submit(Box::new(submit)),
         ToScheduler::Abort(RequestId(0)),
         ToScheduler::Info { query: 3 },
-        ToScheduler::FlushCache,
+        ToScheduler::FlushCache { query: 4 },
         ToScheduler::Vocabulary(Box::new(vocabulary)),
         ToScheduler::Prepare(Box::new(Grammar::Choice(vec!["yes".into(), "no".into()]))),
         ToScheduler::Shutdown,
@@ -107,7 +114,7 @@ fn to_detokenizer() -> Vec<ToDetokenizer> {
 }
 
 fn text_logprobs(logprob: Option<f32>) -> TextLogprobs {
-    let token = TokenText { bytes: vec![0xF0, 0x9F], is_shown: true };
+    let token = TokenText { id: 9, bytes: vec![0xF0, 0x9F], is_shown: true };
     TextLogprobs { token: token.clone(), logprob, top: vec![(token, -0.25)] }
 }
 
@@ -130,12 +137,17 @@ fn to_api() -> Vec<ToApi> {
         timing: Some(Box::new(Timing { retractions: 7, ..Timing::default() })),
     };
     let ready = Ready { role: Role::Tokenizer(1), engine: Some(info.clone()), chat_error: Some("x".into()) };
+    let tokenized = Tokenized { tokens: vec![7], pieces: Some(vec!["Ġé".into()]) };
     vec![
         ToApi::Ready(Box::new(ready)),
         ToApi::Loading { rank: 1, done: 2, total: 3 },
         ToApi::Refused { id: RequestId(4), refusal: Refusal::context_length(10, 5) },
         ToApi::Deltas(vec![delta]),
         ToApi::EngineInfo(Box::new(info)),
+        ToApi::CacheFlushed { query: 4, pages: 5 },
+        ToApi::TextAnswered { query: 9, result: Ok(TextAnswer::Tokens(tokenized)) },
+        ToApi::TextAnswered { query: 9, result: Ok(TextAnswer::Text("é".into())) },
+        ToApi::TextAnswered { query: 9, result: Err(Refusal::internal("x")) },
     ]
 }
 

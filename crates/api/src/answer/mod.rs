@@ -53,8 +53,8 @@ pub(crate) struct Pending {
     pub(crate) parsing: Option<Parsing>,
     /// The request's stop strings.
     pub(crate) stop: Vec<String>,
-    /// Show the echoed prompt only; see [`Piece::of`].
-    pub(crate) echo_only: bool,
+    /// What of it is shown.
+    pub(crate) shown: Shown,
 }
 
 impl Pending {
@@ -79,6 +79,15 @@ impl Pending {
     }
 }
 
+/// What an answer leaves out of a prompt that is reported and of its continuation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Shown {
+    /// Leaves out what was generated.
+    pub(crate) prompt_only: bool,
+    /// Leaves out the prompt's text, but not its tokens.
+    pub(crate) hides_prompt_text: bool,
+}
+
 /// What a choice gains by a delta.
 #[derive(Debug)]
 struct Piece {
@@ -93,14 +102,15 @@ struct Piece {
 }
 
 impl Piece {
-    /// The echoed prompt, if it is there, and the new text; `echo_only` leaves out what was generated.
-    fn of(delta: Delta, echo_only: bool) -> Self {
+    /// The echoed prompt, if it is there, and the new text, as far as they are shown.
+    fn of(delta: Delta, shown: Shown) -> Self {
         let Delta { id, text, tokens: ids, finish, stop_string, mut usage, logprobs, echo, timing } = delta;
         let (echo_text, logprobs_of_echo) =
             echo.map_or_else(Default::default, |echo| (echo.text, echo.tokens));
         let tokens = NewTokens { ids: Vec::new(), logprobs: logprobs_of_echo };
+        let echo_text = if shown.hides_prompt_text { String::new() } else { echo_text };
         let mut piece = Self { id, text: echo_text, tokens, finish, stop: stop_string, usage, timing };
-        if echo_only {
+        if shown.prompt_only {
             usage.completion_tokens = 0;
             let finish = finish.map(|f| if f == FinishReason::Abort { f } else { FinishReason::Length });
             return Self { finish, stop: None, usage, ..piece };

@@ -98,7 +98,7 @@ impl FrameStream {
     /// The frames that a delta makes, and whether they end the stream.
     fn frames(&mut self, choice: usize, delta: Delta) -> (String, bool) {
         let mut out = Frames::default();
-        let mut piece = Piece::of(delta, self.pending.echo_only);
+        let mut piece = Piece::of(delta, self.pending.shown);
         let (form, sent) = (&mut self.pending.form, &mut self.sent[choice]);
         sent.held.append(&mut piece.tokens);
         if !std::mem::replace(&mut self.has_begun, true) {

@@ -73,7 +73,7 @@ impl Collector {
         loop {
             match self.pending.generation.next().await {
                 (choice, Event::Delta(delta)) => {
-                    let mut piece = Piece::of(delta, self.pending.echo_only);
+                    let mut piece = Piece::of(delta, self.pending.shown);
                     let Collected { joined, tokens } = &mut self.collected[choice];
                     for part in &self.choices.read(choice, &piece) {
                         joined.add(part);

@@ -9,14 +9,17 @@
 //! [`Form`], and a route to [`generate`](crate::handlers::generate).
 
 mod anthropic;
+pub(crate) mod ollama;
 mod openai;
 mod responses;
+mod sglang;
 mod translation;
 mod turns;
 
 pub(crate) use anthropic::Messages;
 pub(crate) use openai::{Chat, Completions};
 pub(crate) use responses::{INCLUDES as RESPONSE_INCLUDES, Responses};
+pub(crate) use sglang::Generate as SglangGenerate;
 
 use crate::ApiConfig;
 use crate::answer::{Form, Label};
@@ -58,4 +61,15 @@ pub(crate) trait Dialect: 'static {
 pub(crate) struct Reading<'a> {
     pub(crate) config: &'a ApiConfig,
     pub(crate) policy: &'a FieldPolicy,
+}
+
+/// The same refusal about a field inside `path`, such as `options.`.
+fn inside(path: &str, mut refusal: Refusal) -> Refusal {
+    if let Some(param) = &mut refusal.param {
+        if refusal.message.starts_with(param.as_str()) {
+            refusal.message.insert_str(0, path);
+        }
+        param.insert_str(0, path);
+    }
+    refusal
 }

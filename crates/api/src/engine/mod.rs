@@ -15,24 +15,22 @@
 //!   per token, so `max_tokens` (or the context) bounds what a client that does not read can hold.
 
 pub mod dispatch;
+mod queries;
 mod registry;
 
 pub use registry::EngineInbound;
 
 use lockstep_core::{Refusal, RequestId, SamplingParams};
 use lockstep_wire::{
-    Delta, EngineInfo, GenerateRequest, Prompt, TextParams, ToScheduler, ToTokenizer, TokenizeParams,
+    Delta, GenerateRequest, Prompt, TextParams, ToScheduler, ToTokenizer, TokenizeParams, Usage,
 };
-use registry::{Entry, Registry, Reply};
+use registry::{Entry, Registry};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 use tokio::sync::mpsc::{self, OwnedPermit, error::TrySendError};
 
 /// Places in the outbound channel beyond two per request: queries and shutdown messages.
 const OUTBOUND_SPARE: usize = 64;
-/// How long a query waits for rank 0; a step in progress delays the answer.
-const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A message on its way out of the api.
 #[derive(Clone, Debug, PartialEq)]
@@ -114,7 +112,10 @@ impl EngineClient {
                 tokenizer = (id.0 % self.tokenizers as u64) as usize;
             }
             let (send, abort) = (self.reserve()?, self.reserve()?);
-            entries.push((id, Entry { sender: sender.clone(), choice, tokenizer, abort }));
+            entries.push((
+                id,
+                Entry { sender: sender.clone(), choice, tokenizer, abort, usage: Usage::default() },
+            ));
             let NewRequest { prompt, tokenizing, sampling, text, cache_salt, priority } = request;
             let request = GenerateRequest { id, prompt, tokenizing, sampling, text, cache_salt, priority };
             let message = ToTokenizer::Generate(Box::new(request));
@@ -122,7 +123,7 @@ impl EngineClient {
         }
         let ids = entries.iter().map(|(id, _)| *id).collect();
         self.registry.open(entries, sends)?;
-        Ok(Generation { events, ids, registry: self.registry.clone() })
+        Ok(Generation { events, ids, names: Vec::new(), registry: self.registry.clone() })
     }
 
     /// A place in the outbound channel.
@@ -131,41 +132,6 @@ impl EngineClient {
             TrySendError::Full(_) => registry::queue_full(self.registry.requests_open_max),
             TrySendError::Closed(_) => Refusal::unavailable("the engine is gone; the server is stopping"),
         })
-    }
-
-    /// Asks rank 0 for its counters. Errors with a 503 when it does not answer in time.
-    pub(crate) async fn info(&self) -> Result<EngineInfo, Refusal> {
-        match self.ask(|query| ToScheduler::Info { query }).await? {
-            Reply::Info(info) => Ok(*info),
-            Reply::Flight(_) => Err(Refusal::internal("rank 0 answered another question")),
-        }
-    }
-
-    /// Has every rank write its flight recorder; the files by rank. Errors with a 503 when rank 0 does not
-    /// answer in time and with a 400 when it cannot write.
-    pub(crate) async fn write_flight(&self) -> Result<Vec<String>, Refusal> {
-        match self.ask(|query| ToScheduler::WriteFlight { query }).await? {
-            Reply::Flight(result) => result.map_err(Refusal::invalid),
-            Reply::Info(_) => Err(Refusal::internal("rank 0 answered another question")),
-        }
-    }
-
-    /// Sends a numbered question to rank 0 and waits for its answer.
-    async fn ask(&self, question: impl FnOnce(u64) -> ToScheduler) -> Result<Reply, Refusal> {
-        let query = self.next_query.fetch_add(1, Ordering::Relaxed);
-        let answer = self.registry.expect_reply(query)?;
-        self.reserve()?.send(Outbound::Scheduler(question(query)));
-        match tokio::time::timeout(QUERY_TIMEOUT, answer).await {
-            Ok(Ok(reply)) => Ok(reply),
-            Ok(Err(_)) => Err(self.refusing().unwrap_or_else(|| Refusal::unavailable("the engine is gone"))),
-            Err(_) => {
-                self.registry.forget_query(query);
-                Err(Refusal::unavailable(format!(
-                    "rank 0 gave no answer within {} s; try again",
-                    QUERY_TIMEOUT.as_secs()
-                )))
-            }
-        }
     }
 
     /// Tells every tokenizer, then rank 0, to finish and exit. For the launcher, after
@@ -182,6 +148,12 @@ impl EngineClient {
     /// Why requests are refused at the moment, if they are.
     pub(crate) fn refusing(&self) -> Option<Refusal> {
         self.registry.refusing()
+    }
+
+    /// Ends the open requests of the answers that go by `name`, or all open requests; how many there were. To
+    /// their clients they have finished, with [`FinishReason::Abort`](lockstep_core::FinishReason::Abort).
+    pub(crate) fn abort(&self, name: Option<&str>) -> usize {
+        self.registry.abort(name)
     }
 
     /// Requests without a last delta.
@@ -219,6 +191,8 @@ impl EngineClient {
 pub(crate) struct Generation {
     events: mpsc::UnboundedReceiver<(usize, Event)>,
     ids: Vec<RequestId>,
+    /// What it can be aborted by.
+    names: Vec<String>,
     registry: Arc<Registry>,
 }
 
@@ -228,6 +202,16 @@ impl Generation {
     pub(crate) async fn next(&mut self) -> (usize, Event) {
         let gone = || (0, Event::Refused(Refusal::internal("the request ended without a last delta")));
         self.events.recv().await.unwrap_or_else(gone)
+    }
+
+    /// Lets the answer, or one choice of it, be aborted by `name`; see [`EngineClient::abort`].
+    pub(crate) fn go_by(&mut self, name: &str, choice: Option<usize>) {
+        let ids = match choice {
+            None => &self.ids[..],
+            Some(choice) => self.ids.get(choice..=choice).unwrap_or_default(),
+        };
+        self.registry.name(name, ids);
+        self.names.push(name.into());
     }
 
     /// Number of choices.
@@ -243,6 +227,6 @@ impl Generation {
 
 impl Drop for Generation {
     fn drop(&mut self) {
-        self.registry.leave(&self.ids);
+        self.registry.leave(&self.ids, &self.names);
     }
 }

@@ -5,8 +5,8 @@
 //! aborted at most once and never after its finish. The lock is never held across an await.
 
 use super::{Event, Outbound};
-use lockstep_core::{Refusal, RequestId};
-use lockstep_wire::{Delta, EngineInfo, ToApi, ToTokenizer};
+use lockstep_core::{FinishReason, Refusal, RequestId};
+use lockstep_wire::{Delta, EngineInfo, TextAnswer, ToApi, ToTokenizer, Usage};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::sync::mpsc::{OwnedPermit, UnboundedSender};
@@ -23,6 +23,8 @@ pub(super) struct Entry {
     pub(super) tokenizer: usize,
     /// The reserved place of its abort.
     pub(super) abort: OwnedPermit<Outbound>,
+    /// Token counts as last reported.
+    pub(super) usage: Usage,
 }
 
 impl Entry {
@@ -32,10 +34,14 @@ impl Entry {
     }
 }
 
-/// Rank 0's answer to a query.
+/// The answer to a query, from rank 0 or a tokenizer.
 #[derive(Debug)]
 pub(super) enum Reply {
     Info(Box<EngineInfo>),
+    /// Pages that a flush freed.
+    Flushed(usize),
+    /// A tokenizer's.
+    Text(Result<TextAnswer, Refusal>),
     /// The recordings' files by rank, or why there are none.
     Flight(Result<Vec<String>, String>),
 }
@@ -43,6 +49,8 @@ pub(super) enum Reply {
 #[derive(Debug, Default)]
 struct Table {
     requests: HashMap<RequestId, Entry>,
+    /// The requests of the answers with a name; several answers may have the same.
+    names: HashMap<String, Vec<RequestId>>,
     queries: BTreeMap<u64, oneshot::Sender<Reply>>,
     /// Why new requests are refused.
     refusing: Option<Refusal>,
@@ -53,7 +61,7 @@ struct Table {
 #[derive(Debug)]
 pub(super) struct Registry {
     table: Mutex<Table>,
-    /// Generations alive; drain waits for zero.
+    /// Generations alive and questions open; drain waits for zero.
     answers: watch::Sender<usize>,
     pub(super) requests_open_max: usize,
 }
@@ -97,10 +105,43 @@ impl Registry {
         Ok(())
     }
 
+    /// Lets the requests of an answer be aborted by a name, until [`Self::leave`].
+    pub(super) fn name(&self, name: &str, ids: &[RequestId]) {
+        self.table().names.entry(name.into()).or_default().extend_from_slice(ids);
+    }
+
+    /// Ends the requests of the answers called `name`, or all; how many there were. Their clients get the
+    /// end with what has come so far.
+    pub(super) fn abort(&self, name: Option<&str>) -> usize {
+        let aborted: Vec<_> = {
+            let mut table = self.table();
+            let mut ids: Vec<RequestId> = match name {
+                Some(name) => table.names.get(name).cloned().unwrap_or_default(),
+                None => table.requests.keys().copied().collect(),
+            };
+            ids.sort_unstable();
+            ids.iter().filter_map(|id| Some((*id, table.requests.remove(id)?))).collect()
+        };
+        let count = aborted.len();
+        for (id, entry) in aborted {
+            // Errors only when the answer was dropped meanwhile: then nobody waits.
+            let _ = entry.sender.send((entry.choice, Event::Delta(abort_delta(id, entry.usage))));
+            entry.abort(id);
+        }
+        count
+    }
+
     /// An answer is no longer wanted or complete; requests still open are aborted.
-    pub(super) fn leave(&self, ids: &[RequestId]) {
+    pub(super) fn leave(&self, ids: &[RequestId], names: &[String]) {
         let left: Vec<_> = {
             let mut table = self.table();
+            for name in names {
+                let Some(named) = table.names.get_mut(name) else { continue };
+                named.retain(|id| !ids.contains(id));
+                if named.is_empty() {
+                    table.names.remove(name);
+                }
+            }
             ids.iter().filter_map(|id| Some((*id, table.requests.remove(id)?))).collect()
         };
         if let Some((first, _)) = left.first() {
@@ -112,20 +153,35 @@ impl Registry {
         self.answers.send_modify(|count| *count -= 1);
     }
 
-    pub(super) fn expect_reply(&self, query: u64) -> Result<oneshot::Receiver<Reply>, Refusal> {
+    /// Opens a query. Ones that are `work` are refused like requests: while the server drains, and when as many
+    /// queries are open as requests may be.
+    pub(super) fn expect_reply(
+        &self,
+        query: u64,
+        is_work: bool,
+    ) -> Result<oneshot::Receiver<Reply>, Refusal> {
         let (sender, receiver) = oneshot::channel();
         let mut table = self.table();
         match &table.refusing {
-            Some(refusal) if table.closed => Err(refusal.clone()),
-            _ => {
-                table.queries.insert(query, sender);
-                Ok(receiver)
+            Some(refusal) if table.closed || is_work => return Err(refusal.clone()),
+            _ if is_work && table.queries.len() >= self.requests_open_max => {
+                return Err(queue_full(self.requests_open_max));
             }
+            _ => {}
         }
+        table.queries.insert(query, sender);
+        if is_work {
+            self.answers.send_modify(|count| *count += 1);
+        }
+        Ok(receiver)
     }
 
-    pub(super) fn forget_query(&self, query: u64) {
+    /// Closes a query that [`Self::expect_reply`] opened, answered or not.
+    pub(super) fn forget_query(&self, query: u64, is_work: bool) {
         self.table().queries.remove(&query);
+        if is_work {
+            self.answers.send_modify(|count| *count -= 1);
+        }
     }
 
     pub(super) fn refusing(&self) -> Option<Refusal> {
@@ -167,7 +223,8 @@ impl Registry {
         let mut table = self.table();
         let id = delta.id;
         if delta.finish.is_none() {
-            if let Some(entry) = table.requests.get(&id) {
+            if let Some(entry) = table.requests.get_mut(&id) {
+                entry.usage = delta.usage;
                 let _ = entry.sender.send((entry.choice, Event::Delta(delta)));
             }
             return;
@@ -195,6 +252,21 @@ impl Registry {
     }
 }
 
+/// The end of a request that somebody aborted.
+fn abort_delta(id: RequestId, usage: Usage) -> Delta {
+    Delta {
+        id,
+        text: String::new(),
+        tokens: Vec::new(),
+        finish: Some(FinishReason::Abort),
+        stop_string: None,
+        usage,
+        logprobs: None,
+        echo: None,
+        timing: None,
+    }
+}
+
 /// Takes what the engine sends to the api.
 #[derive(Clone, Debug)]
 pub struct EngineInbound {
@@ -209,6 +281,12 @@ impl EngineInbound {
             ToApi::Deltas(deltas) => deltas.into_iter().for_each(|delta| self.registry.deliver_delta(delta)),
             ToApi::Refused { id, refusal } => self.registry.deliver_refusal(id, refusal),
             ToApi::EngineInfo(info) => self.registry.deliver_reply(info.query, Reply::Info(info)),
+            ToApi::CacheFlushed { query, pages } => {
+                self.registry.deliver_reply(query, Reply::Flushed(pages));
+            }
+            ToApi::TextAnswered { query, result } => {
+                self.registry.deliver_reply(query, Reply::Text(result));
+            }
             ToApi::FlightWritten { query, result } => {
                 self.registry.deliver_reply(query, Reply::Flight(result));
             }

@@ -38,7 +38,18 @@ fn count() -> Value {
 /// Every answer's schema, by name. `model` is the served name.
 pub(super) fn schemas(model: &str) -> Map<String, Value> {
     let mut all = Map::new();
-    for group in [common(model), chat(), completions(), responses(), anthropic(), about_the_server()] {
+    for group in [
+        common(model),
+        chat(),
+        completions(),
+        responses(),
+        anthropic(),
+        sglang(),
+        ollama(),
+        texts(),
+        operations(),
+        about_the_server(),
+    ] {
         all.extend(group.as_object().cloned().unwrap_or_default());
     }
     all
@@ -253,6 +264,101 @@ fn anthropic() -> Value {
         "AnthropicError": object(json!({"type": kind("error"), "error": error}), json!({})),
         "AnthropicMessage": message,
         "AnthropicEvent": event,
+    })
+}
+
+fn sglang() -> Value {
+    let reason = json!({"type": ["object", "null"], "properties": {"type": {"enum": ["stop", "length", "abort"]}}, "required": ["type"]});
+    let meta = object(
+        json!({
+            "id": text(), "finish_reason": reason, "prompt_tokens": count(), "completion_tokens": count(),
+            "cached_tokens": count(), "e2e_latency": {"type": "number", "minimum": 0},
+        }),
+        json!({
+            "input_token_logprobs": list(json!({})), "output_token_logprobs": list(json!({})),
+            "input_top_logprobs": list(json!({})), "output_top_logprobs": list(json!({})),
+        }),
+    );
+    let item = object(
+        json!({"text": text(), "output_ids": list(count()), "meta_info": meta}),
+        json!({"index": count()}),
+    );
+    json!({
+        "GeneratedItem": item,
+        "GenerateAnswer": {"anyOf": [of("GeneratedItem"), list(of("GeneratedItem"))]},
+    })
+}
+
+fn ollama() -> Value {
+    let function =
+        object(json!({"index": count(), "name": text(), "arguments": {"type": "object"}}), json!({}));
+    let call = object(json!({"id": text(), "function": function}), json!({}));
+    let message = object(
+        json!({"role": {"const": "assistant"}, "content": text()}),
+        json!({"thinking": text(), "tool_calls": list(call)}),
+    );
+    let end = json!({
+        "done_reason": {"enum": ["stop", "length", "abort"]}, "total_duration": count(), "load_duration": count(),
+        "prompt_eval_count": count(), "prompt_eval_duration": count(), "eval_count": count(),
+        "eval_duration": count(),
+    });
+    let line = |name: &str, value: Value, mut more: Value| {
+        let mut required =
+            json!({"model": of("ServedModel"), "created_at": text(), "done": {"type": "boolean"}});
+        required[name] = value;
+        if let (Some(all), Some(end)) = (more.as_object_mut(), end.as_object()) {
+            all.extend(end.clone());
+        }
+        object(required, more)
+    };
+    let open = json!({"type": "object"});
+    let version = object(json!({"version": text()}), json!({}));
+    json!({
+        "OllamaChat": line("message", message, json!({})),
+        "OllamaGenerated": line("response", text(), json!({"thinking": text()})),
+        "OllamaModels": object(json!({"models": list(open.clone())}), json!({})),
+        "OllamaModel": open,
+        "OllamaVersion": version,
+    })
+}
+
+/// Of `/tokenize` and `/detokenize`.
+fn texts() -> Value {
+    let one_or_many = |one: Value| json!({"anyOf": [one, list(one.clone())]});
+    json!({
+        "Tokens": object(
+            json!({
+                "count": one_or_many(count()), "max_model_len": count(), "tokens": one_or_many(list(count())),
+                "token_strs": or_null(one_or_many(list(text()))),
+            }),
+            json!({}),
+        ),
+        "Detokenized": object(json!({"prompt": one_or_many(text()), "text": one_or_many(text())}), json!({})),
+    })
+}
+
+/// Of the endpoints for whoever runs the server.
+fn operations() -> Value {
+    let status = json!({"const": "ok"});
+    let number = json!({"type": ["number", "null"]});
+    let sampling = json!({"temperature": number, "top_k": number, "top_p": number, "min_p": number});
+    let flushed = json!({
+        "status": status, "message": text(), "pages_flushed": count(), "pages_held": count(),
+        "pages_cached": count(), "pages_free": count(),
+    });
+    let model = json!({
+        "model_path": text(), "tokenizer_path": text(), "served_model_name": of("ServedModel"),
+        "is_generation": {"const": true}, "context_length": count(), "vocab_size": count(),
+        "has_chat_template": {"type": "boolean"}, "has_image_understanding": {"const": false},
+        "has_audio_understanding": {"const": false},
+        "preferred_sampling_params": object(sampling, json!({})),
+    });
+    let generated = json!({"status": status, "generate_ms": {"type": "number", "minimum": 0}});
+    json!({
+        "Flushed": object(flushed, json!({})),
+        "Aborted": object(json!({"status": status, "requests_aborted": count()}), json!({})),
+        "Generated": object(generated, json!({})),
+        "ModelInfo": object(model, json!({})),
     })
 }
 

@@ -1,7 +1,7 @@
 //! The tables of `docs/api.md`, written from the same rows; a test holds the page against them.
 
 use super::fields::{Behaviour, Field, FieldTable};
-use super::{anthropic, requests, responses};
+use super::{anthropic, native, ollama, requests, responses, sglang};
 use crate::routes::ROUTES;
 
 /// The page.
@@ -9,6 +9,9 @@ const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/api.md");
 
 /// The kinds of request that one table of the page compares, and what its column `on` calls them.
 const OPENAI: &[(&str, FieldTable)] = &[("chat", requests::CHAT), ("completions", requests::COMPLETIONS)];
+
+/// The same of Ollama's.
+const OLLAMA: &[(&str, FieldTable)] = &[("chat", ollama::CHAT), ("generate", ollama::GENERATE)];
 
 /// The generated parts of the page, by the name in their markers.
 fn sections() -> Vec<(&'static str, String)> {
@@ -19,6 +22,15 @@ fn sections() -> Vec<(&'static str, String)> {
         ("fields of responses", own_fields(&responses::RESPONSES)),
         ("unsupported in responses", own_unsupported(&responses::RESPONSES)),
         ("fields of messages", own_fields(&anthropic::MESSAGES)),
+        ("fields of generate", all_fields(&sglang::GENERATE)),
+        ("unsupported in generate", own_unsupported(&sglang::GENERATE)),
+        ("fields of sampling_params", own_fields(&sglang::SAMPLING)),
+        ("unsupported in sampling_params", own_unsupported(&sglang::SAMPLING)),
+        ("fields of ollama", fields(OLLAMA)),
+        ("unsupported in ollama", unsupported(OLLAMA)),
+        ("fields of options", all_fields(&ollama::OPTIONS)),
+        ("unsupported in options", own_unsupported(&ollama::OPTIONS)),
+        ("fields of tokenize", all_fields(&native::TOKENIZE)),
         ("unsupported in messages", own_unsupported(&anthropic::MESSAGES)),
     ]
 }
@@ -126,6 +138,16 @@ fn own_fields(table: &FieldTable) -> String {
     "| field | values | absent | notes |\n|---|---|---|---|\n".to_owned()
         + &rows(&own(table), read_row).into_iter().map(line).collect::<String>()
         + "| `min_tokens` to `ebnf` of the table above | | | as there |\n"
+}
+
+/// A table that shares nothing.
+fn all_fields(table: &FieldTable) -> String {
+    let line = |(names, row): (String, Row)| {
+        let Row { on: _, values, absent, notes } = row;
+        format!("| {names} | {values} | {absent} | {notes} |\n")
+    };
+    "| field | values | absent | notes |\n|---|---|---|---|\n".to_owned()
+        + &rows(&[("", *table)], read_row).into_iter().map(line).collect::<String>()
 }
 
 fn own_unsupported(table: &FieldTable) -> String {

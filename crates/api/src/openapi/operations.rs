@@ -24,6 +24,8 @@ pub(crate) enum Answers {
     Json(&'static str),
     /// JSON of the first schema, or server-sent events that hold JSON of the second.
     WholeOrStream(&'static str, &'static str),
+    /// JSON of the first schema, or lines that hold JSON of the second.
+    WholeOrLines(&'static str, &'static str),
     /// Text of this media type.
     Text(&'static str),
 }
@@ -32,6 +34,11 @@ impl Operation {
     /// `GET`, answered with JSON.
     pub(crate) const fn get(answer: &'static str, summary: &'static str) -> Self {
         Self { method: "get", body: None, answer: Answers::Json(answer), summary }
+    }
+
+    /// `POST` of `body`, answered with JSON.
+    pub(crate) const fn post(body: FieldTable, answer: &'static str, summary: &'static str) -> Self {
+        Self { method: "post", body: Some(body), answer: Answers::Json(answer), summary }
     }
 
     /// `POST` of a request that generates: answered whole or as a stream.
@@ -84,6 +91,13 @@ impl Answers {
                 "text/event-stream": {"schema": {
                     "type": "string",
                     "description": format!("Server-sent events; the data of each is a {event}."),
+                }},
+            }),
+            Self::WholeOrLines(whole, line) => json!({
+                "application/json": schema(whole),
+                "application/x-ndjson": {"schema": {
+                    "type": "string",
+                    "description": format!("One JSON value per line; each is a {line}."),
                 }},
             }),
             Self::Text(media_type) => json!({ media_type: {"schema": {"type": "string"}} }),

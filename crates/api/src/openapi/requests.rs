@@ -5,8 +5,8 @@ use super::fields::Kind::{Bool, Integer, Number, Object, Shape, Text, TextOf};
 use super::fields::{Field, FieldTable, Kind, Neutral, ignored, read, required, unsupported};
 use super::shapes;
 use crate::request::limits::{
-    CACHE_SALT_BYTES_MAX, N_MAX, PENALTY_MAX, PRIORITY_MAX, REPETITION_MAX, REPETITION_MIN, TEMPERATURE_MAX,
-    TOP_LOGPROBS_MAX,
+    CACHE_SALT_BYTES_MAX, N_MAX, PENALTY_MAX, PRIORITY_MAX, REPETITION_MAX, REPETITION_MIN, RID_BYTES_MAX,
+    TEMPERATURE_MAX, TOP_LOGPROBS_MAX,
 };
 
 /// `/v1/chat/completions`
@@ -39,6 +39,8 @@ const COMMON: &[Field] = &[
     read("stop", Shape(shapes::STOP), "none",
         "an empty list is none, an empty string is 400. The stop string is not part of the text, unless \
          `include_stop_str_in_output` says so"),
+    read("rid", TextOf(1, RID_BYTES_MAX), "none", NAMES),
+    read("request_id", TextOf(1, RID_BYTES_MAX), "none", NAMES),
     read("response_format", Shape(shapes::RESPONSE_FORMAT), "text",
         "see \"Structured output\"; `strict` may be anything, the schema is always enforced"),
 ];
@@ -84,6 +86,7 @@ pub(crate) const ENGINE: &[Field] = &[
     read("ebnf", Text, "none", GRAMMARS),
 ];
 
+const NAMES: &str = "the client's own id: `/abort_request` knows the answer by it too";
 const PENALTIES: &str =
     "subtracted from the logits of tokens that the answer holds: once, and once per occurrence";
 const GRAMMARS: &str = "a grammar in llguidance's Lark dialect, or in GBNF where it holds `::=` (rule `root`, \
@@ -146,7 +149,6 @@ const WITHOUT_EFFECT: &[Field] = &[
     ignored("safety_identifier"),
     ignored("prompt_cache_key"),
     ignored("prompt_cache_retention"),
-    ignored("request_id"),
     // No space is ever put between special tokens, as in the library that fast tokenizers use.
     ignored("spaces_between_special_tokens"),
 ];

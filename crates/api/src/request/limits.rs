@@ -22,6 +22,8 @@ pub(crate) const BAD_WORDS_MAX: usize = 1024;
 pub(crate) const BAD_WORD_BYTES_MAX: usize = 256;
 /// Alternatives per token.
 pub(crate) const TOP_LOGPROBS_MAX: i128 = 20;
+/// Bytes of a client's own id of a request.
+pub(crate) const RID_BYTES_MAX: usize = 256;
 /// Bytes of a cache salt.
 pub(crate) const CACHE_SALT_BYTES_MAX: usize = 256;
 /// Priorities a client may ask for lie between its negative and it.

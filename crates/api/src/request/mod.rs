@@ -12,12 +12,13 @@ mod sampling;
 mod structured;
 #[cfg(test)]
 mod tests;
+pub(crate) mod text;
 mod tools;
 
 use crate::ApiConfig;
 use crate::engine::NewRequest;
 use crate::fields::Fields;
-use limits::PRIORITY_MAX;
+use limits::{PRIORITY_MAX, RID_BYTES_MAX};
 use lockstep_core::{Refusal, SamplingParams};
 use lockstep_wire::Prompt;
 pub(crate) use names::Names;
@@ -54,6 +55,10 @@ pub(crate) struct Call {
     pub(crate) parsing: Option<Parsing>,
     /// `max_tokens: 0` with `echo`: the engine generates one token, which the answer leaves out.
     pub(crate) echo_only: bool,
+    /// The prompt's text is no part of the answer, even where the prompt is reported.
+    pub(crate) hides_echo: bool,
+    /// The client's own ids, of all choices or of one, by which it may abort them.
+    pub(crate) names: Vec<(String, Option<usize>)>,
     /// Answer with server-sent events.
     pub(crate) stream: bool,
     /// Send one more chunk with the token counts.
@@ -119,11 +124,25 @@ pub(crate) fn validate(
     let requests = prompts.iter().flat_map(|prompt| (0..n as u32).map(move |choice| (prompt, choice)));
     let requests = requests.map(|(prompt, choice)| request(prompt, choice)).collect();
     let logprobs = sampling.logprobs.map_or(LogprobsWish::None, LogprobsWish::Top);
-    Ok(Call { requests, n, logprobs, parsing, echo_only, stream, include_usage })
+    let (hides_echo, names) = (false, names_of(&fields)?);
+    Ok(Call { requests, n, logprobs, parsing, echo_only, hides_echo, names, stream, include_usage })
 }
 
 /// Choices of one answer: prompts times `n`.
 const CHOICES_MAX: usize = 1024;
+
+/// What the client calls its request.
+fn names_of(fields: &Fields<'_>) -> Result<Vec<(String, Option<usize>)>, Refusal> {
+    let mut names = Vec::new();
+    for field in ["rid", "request_id"] {
+        let Some(name) = fields.string(field)? else { continue };
+        if name.is_empty() || name.len() > RID_BYTES_MAX {
+            return Err(fields.invalid(field, format!("must have 1 to {RID_BYTES_MAX} bytes")));
+        }
+        names.push((name.to_owned(), None));
+    }
+    Ok(names)
+}
 
 /// Absent, or the served name.
 fn check_model(fields: &Fields<'_>, config: &ApiConfig) -> Result<(), Refusal> {

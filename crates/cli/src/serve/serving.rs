@@ -222,6 +222,8 @@ fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Fac
             top_p: generation.top_p,
             min_p: generation.min_p,
         },
+        model_path: plan.model_path.display().to_string(),
+        architecture: plan.model.architecture.clone(),
         chat_error: facts.chat_error,
         parsers: flags.parsers(detected_parsers(plan)?),
         api_keys: ApiKeys::new(flags.api_key.clone()),

@@ -122,12 +122,12 @@ fn bytes_that_are_no_message_are_an_error_and_the_link_goes_on() {
     push.send(&[9, 9, 9], LONG).unwrap();
     push.send(&[], LONG).unwrap();
     push.send(&[lockstep_wire::codec::WIRE_VERSION, 0xff, 0xff], LONG).unwrap();
-    push.send(&encode(&ToScheduler::FlushCache).unwrap(), LONG).unwrap();
+    push.send(&encode(&ToScheduler::FlushCache { query: 1 }).unwrap(), LONG).unwrap();
     let next = || receiver.recv(Some(LONG));
     assert!(matches!(next(), Err(LinkError::Wire { source: WireError::Version { got: 9 }, .. })));
     assert!(matches!(next(), Err(LinkError::Wire { source: WireError::Size { got: 0 }, .. })));
     assert!(matches!(next(), Err(LinkError::Wire { source: WireError::Malformed(_), .. })));
-    assert_eq!(next().unwrap(), Some(ToScheduler::FlushCache));
+    assert_eq!(next().unwrap(), Some(ToScheduler::FlushCache { query: 1 }));
 }
 
 #[test]
@@ -174,7 +174,7 @@ fn a_broadcast_needs_its_subscribers() {
     // The departure takes its time to arrive; until then sending succeeds.
     let start = Instant::now();
     let error = loop {
-        match sender.send(0, &ToScheduler::FlushCache) {
+        match sender.send(0, &ToScheduler::FlushCache { query: 1 }) {
             Ok(()) => assert!(start.elapsed() < LONG, "the departure is noticed"),
             Err(error) => break error,
         }
@@ -207,7 +207,7 @@ fn a_gap_in_the_broadcast_is_an_error() {
     assert!(publisher.wait_readable(Some(LONG)).unwrap());
     assert_eq!(publisher.try_recv(<[u8]>::to_vec).unwrap(), Some(vec![1]));
     for sequence in [0, 2] {
-        let broadcast = Broadcast { sequence, stamp_ms: 0, message: ToScheduler::FlushCache };
+        let broadcast = Broadcast { sequence, stamp_ms: 0, message: ToScheduler::FlushCache { query: 1 } };
         publisher.send(&encode(&broadcast).unwrap(), LONG).unwrap();
     }
     assert!(receiver.recv(Some(LONG)).unwrap().is_some());

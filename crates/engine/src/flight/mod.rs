@@ -199,7 +199,7 @@ impl Drop for FlightRecorder {
 /// Whether a message reaches the scheduler at all.
 fn changes_scheduler(message: &ToScheduler) -> bool {
     match message {
-        ToScheduler::Submit(_) | ToScheduler::Abort(_) | ToScheduler::FlushCache => true,
+        ToScheduler::Submit(_) | ToScheduler::Abort(_) | ToScheduler::FlushCache { .. } => true,
         ToScheduler::Info { .. }
         | ToScheduler::WriteFlight { .. }
         | ToScheduler::Vocabulary(_)

@@ -139,7 +139,7 @@ impl Replay {
                 drop(self.scheduler.submit(request, self.now_ms));
             }
             ToScheduler::Abort(id) => self.scheduler.abort(id),
-            ToScheduler::FlushCache => self.scheduler.flush_cache(),
+            ToScheduler::FlushCache { .. } => self.scheduler.flush_cache(),
             ToScheduler::Info { .. }
             | ToScheduler::WriteFlight { .. }
             | ToScheduler::Vocabulary(_)

@@ -37,8 +37,9 @@ impl Simulation {
             Intent::Submit(index) => self.submit(index)?,
             Intent::Abort(index) => self.abort(index)?,
             Intent::Flush => {
-                self.note(Actor::Client, Action::Flush, 0, 0);
-                self.tell_rank(Link::ApiToRank, &ToScheduler::FlushCache)?;
+                let query = self.client.open_query();
+                self.note(Actor::Client, Action::Flush, query, 0);
+                self.tell_rank(Link::ApiToRank, &ToScheduler::FlushCache { query })?;
             }
             Intent::Query => {
                 let query = self.client.open_query();

@@ -7,18 +7,20 @@
 //! | the shared worker (`--num-tokenizer 0`) | [`run_shared`]: both, in two threads |
 //!
 //! Two threads, because the inboxes are independent: a long prompt then never delays the text of
-//! running requests. The loops know their links only as [`Inbox`] and [`Outbox`], so that tests run
+//! running requests. A third one, of the tokenizer, does the long prompts alone. The loops know their links only as [`Inbox`] and [`Outbox`], so that tests run
 //! them without sockets.
 //!
-//! **Invariants:** every request that comes in is answered (submitted, or refused to the api); every
+//! **Invariants:** every request that comes in is answered (submitted, or refused to the api), unless its
+//! abort came first; every
 //! per-request state ends with the request's finish, whatever the reason. A message that cannot be
 //! decoded is logged and skipped; a link that cannot send ends the process with its error.
 
 mod detokenizer;
+mod encoder;
 mod tokenizer;
 
 pub use detokenizer::DetokenizerWorker;
-pub use tokenizer::TokenizerWorker;
+pub use tokenizer::run_tokenizer;
 
 use crate::error::TokenizerError;
 use crate::model::TextModel;
@@ -84,7 +86,7 @@ pub struct TokenizerLinks<I, S, A> {
     pub inbox: I,
     /// To rank 0.
     pub scheduler: S,
-    /// To the api, for refusals.
+    /// To the api, for refusals and answers.
     pub api: A,
 }
 
@@ -94,18 +96,6 @@ pub struct DetokenizerLinks<I, A> {
     pub inbox: I,
     /// To the api.
     pub api: A,
-}
-
-/// Tokenizes until `Shutdown`; then everything received before it is submitted or refused.
-pub fn run_tokenizer<I, S, A>(model: &TextModel, links: TokenizerLinks<I, S, A>) -> Result<(), TokenizerError>
-where
-    I: Inbox<ToTokenizer>,
-    S: Outbox<ToScheduler>,
-    A: Outbox<ToApi>,
-{
-    let mut worker = TokenizerWorker::new(model);
-    while worker.step(&links)? {}
-    Ok(())
 }
 
 /// Detokenizes until `Shutdown`; then everything received before it is reported.

@@ -1,10 +1,10 @@
 use super::*;
 use crate::model::TextOptions;
-use crate::test_models::{TempFolder, WORDS, byte_folder};
+use crate::test_models::{CHATML, TempFolder, WORDS, byte_folder};
 use lockstep_core::{FinishReason, Grammar, RequestId, SamplingParams};
 use lockstep_wire::{
-    Begin, Delta, GenerateRequest, Prompt, StepLogprobs, TextParams, TokenLogprobs, TokenOut, TokenizeParams,
-    Usage,
+    Begin, ChatMessages, Delta, GenerateRequest, Prompt, StepLogprobs, TextAnswer, TextParams, TextQuestion,
+    TokenLogprobs, TokenOut, TokenizeParams, Usage,
 };
 use serde_json::json;
 use std::sync::mpsc;
@@ -30,8 +30,12 @@ impl<T: Clone> Outbox<T> for mpsc::Sender<T> {
 }
 
 fn model() -> (TempFolder, TextModel) {
-    let folder = byte_folder(false, json!({}));
-    let options = TextOptions { context_max: Some(64), ..TextOptions::default() };
+    model_with(64, false)
+}
+
+fn model_with(context_max: usize, adds_bos: bool) -> (TempFolder, TextModel) {
+    let folder = byte_folder(adds_bos, json!({"chat_template": CHATML}));
+    let options = TextOptions { context_max: Some(context_max), ..TextOptions::default() };
     let model = TextModel::load(folder.path(), &options).unwrap();
     (folder, model)
 }
@@ -50,14 +54,17 @@ fn generate(id: u64, text: &str) -> ToTokenizer {
 
 /// Runs a tokenizer over `messages` that are all there at the start.
 fn tokenize(messages: Vec<ToTokenizer>) -> (Vec<ToScheduler>, Vec<ToApi>) {
-    let (_folder, model) = model();
+    run_all(&model().1, messages)
+}
+
+fn run_all(model: &TextModel, messages: Vec<ToTokenizer>) -> (Vec<ToScheduler>, Vec<ToApi>) {
     let (to_worker, inbox) = mpsc::channel();
     let (scheduler, submitted) = mpsc::channel();
     let (api, reported) = mpsc::channel();
     for message in messages {
         to_worker.send(message).unwrap();
     }
-    run_tokenizer(&model, TokenizerLinks { inbox: Channel(inbox), scheduler, api }).unwrap();
+    run_tokenizer(model, TokenizerLinks { inbox: Channel(inbox), scheduler, api }).unwrap();
     (submitted.try_iter().collect(), reported.try_iter().collect())
 }
 
@@ -90,6 +97,91 @@ fn aborts_remove_waiting_requests_and_pass_on_the_others() {
     assert!(
         matches!(&submitted[..], [ToScheduler::Abort(RequestId(9)), ToScheduler::Submit(s)] if s.id.0 == 1)
     );
+}
+
+#[test]
+fn the_abort_of_a_long_prompt_never_overtakes_it() {
+    let long = || "long ".repeat(10_000);
+    let (_folder, model) = model_with(1 << 20, false);
+    for _ in 0..20 {
+        let messages = vec![
+            generate(1, &long()),
+            generate(2, "short"),
+            ToTokenizer::Abort(RequestId(1)),
+            generate(3, &long()),
+            generate(4, &long()),
+            ToTokenizer::Shutdown,
+        ];
+        let (submitted, reported) = run_all(&model, messages);
+        assert!(reported.is_empty());
+        let of = |wanted: u64| {
+            let of = |(at, message): (usize, &ToScheduler)| match message {
+                ToScheduler::Submit(s) if s.id.0 == wanted => Some((at, "submit")),
+                ToScheduler::Abort(id) if id.0 == wanted => Some((at, "abort")),
+                _ => None,
+            };
+            submitted.iter().enumerate().filter_map(of).collect::<Vec<_>>()
+        };
+        assert!(matches!(of(2)[..], [(_, "submit")]));
+        assert!(matches!((&of(3)[..], &of(4)[..]), ([(a, "submit")], [(b, "submit")]) if a < b));
+        // Withdrawn in time, or passed on behind it.
+        assert!(matches!(of(1)[..], [] | [(_, "submit"), (_, "abort")]), "{:?}", of(1));
+    }
+}
+
+#[test]
+fn questions_are_answered_to_the_api_alone() {
+    let asking =
+        |prompt, add_special_tokens| TextQuestion::Tokenize { prompt, add_special_tokens, with_pieces: true };
+    let chat = ChatMessages {
+        messages_json: r#"[{"role":"user","content":"a"}]"#.into(),
+        tools_json: None,
+        template_kwargs_json: None,
+        add_generation_prompt: false,
+    };
+    let text = |text: &str| Prompt::Text(text.into());
+    let questions = vec![
+        asking(text("a alpha"), true),
+        asking(text("<|bos|>a"), true),
+        asking(text("a"), false),
+        asking(Prompt::Chat(chat), false),
+        // Longer than the context, and in the long lane; but not without any limit.
+        asking(text(&"x".repeat(100_000)), false),
+        asking(text(&"x".repeat(2 << 20)), false),
+        TextQuestion::Detokenize { tokens: vec![256, 97, 0xC3, 0xA9], skip_special_tokens: true },
+        TextQuestion::Detokenize { tokens: vec![256, 97], skip_special_tokens: false },
+        TextQuestion::Detokenize { tokens: vec![97, 10_000], skip_special_tokens: false },
+    ];
+    let asked = questions
+        .into_iter()
+        .enumerate()
+        .map(|(i, question)| ToTokenizer::AskText { query: i as u64, question: Box::new(question) });
+    let (_folder, model) = model_with(64, true);
+    let (submitted, reported) = run_all(&model, asked.chain([ToTokenizer::Shutdown]).collect());
+    assert!(submitted.is_empty());
+    let mut answers: Vec<_> = reported
+        .into_iter()
+        .map(|message| match message {
+            ToApi::TextAnswered { query, result } => (query, result),
+            other => panic!("unexpected {other:?}"),
+        })
+        .collect();
+    answers.sort_by_key(|(query, _)| *query);
+    let tokens = |at: usize| match &answers[at].1 {
+        Ok(TextAnswer::Tokens(tokenized)) => tokenized.clone(),
+        other => panic!("unexpected {other:?}"),
+    };
+    assert_eq!(tokens(0).tokens, [256, 97, 261]);
+    assert_eq!(tokens(0).pieces.unwrap(), ["<|bos|>", "a", " alpha"]);
+    assert_eq!(tokens(1).tokens, [256, 97]);
+    assert_eq!(tokens(2).tokens, [97]);
+    assert_eq!(tokens(3).tokens.first(), Some(&258), "the template's own tokens only");
+    assert_eq!(tokens(4).tokens.len(), 100_000);
+    let refused = |at: usize| answers[at].1.clone().unwrap_err();
+    assert_eq!(refused(5).param.as_deref(), Some("prompt"));
+    assert_eq!(answers[6].1, Ok(TextAnswer::Text("aé".into())));
+    assert_eq!(answers[7].1, Ok(TextAnswer::Text("<|bos|>a".into())));
+    assert_eq!((refused(8).status, refused(8).param.as_deref()), (400, Some("tokens")));
 }
 
 fn begin(id: u64, stop: &[&str]) -> ToDetokenizer {

@@ -1,173 +1,229 @@
-//! One tokenizer: requests from the api to rank 0.
+//! One tokenizer: requests from the api to rank 0, in two lanes.
+//!
+//! A prompt of 100 KB keeps a core busy for tens of milliseconds, a short one for tens of microseconds. So jobs
+//! of [`LONG_BYTES_MIN`] and more have a thread of their own, and short ones never wait behind them. The thread
+//! of the loop takes messages in and does the short jobs; what both lanes send leaves through one lock.
+//!
+//! **Invariants**
+//! - Each lane is first come, first served. The choices of one prompt are equally long, so they stay in order.
+//! - A request is in [`Shared::open`] from its arrival to its submission. Its abort takes it out (rank 0 then
+//!   never hears of it) or follows the submission through the same link; which of the two is decided under the
+//!   lock, so an abort never overtakes its request, whatever the lane.
 
+use super::encoder::Encoder;
 use super::{Inbox, Outbox, TokenizerLinks};
 use crate::error::TokenizerError;
 use crate::model::TextModel;
-use lockstep_core::{Grammar, Refusal, RequestId, TokenId};
-use lockstep_grammar::{Checker, GrammarError};
-use lockstep_wire::{
-    GenerateRequest, Prompt, SubmitRequest, ToApi, ToScheduler, ToTokenizer, TokenizeParams,
-};
-use std::cell::OnceCell;
-use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use lockstep_core::{Refusal, RequestId};
+use lockstep_wire::{GenerateRequest, Prompt, SubmitRequest, TextQuestion, ToApi, ToScheduler, ToTokenizer};
+use std::collections::{HashSet, VecDeque};
+use std::sync::{Mutex, MutexGuard, mpsc};
 
-/// Messages taken in before each prompt, so that a flood of them cannot hold up the prompts.
+/// Messages taken in before each short job, so that a flood of them cannot hold up the jobs.
 const TAKE_IN_MAX: usize = 4096;
+/// Text of a job that goes to the long lane, in bytes; about five milliseconds of work.
+const LONG_BYTES_MIN: usize = 16 << 10;
 
-/// Requests waiting to be tokenized, and the rule of their order.
-///
-/// Requests are tokenized in order of arrival. All waiting messages are taken in before each one, so an
-/// abort waits for one prompt at most: of a request that was not tokenized yet it removes the request
-/// (rank 0 never hears of it), otherwise it goes on at once.
-pub struct TokenizerWorker<'m> {
-    model: &'m TextModel,
-    waiting: VecDeque<Box<GenerateRequest>>,
-    is_shutting_down: bool,
-    /// The request before this one, while the next one wants the same: choices of one prompt are tokenized
-    /// and checked once.
-    last: Option<Checked>,
-    /// Built at the first grammar.
-    checker: OnceCell<Result<Checker, GrammarError>>,
-    is_vocabulary_sent: bool,
+/// What a tokenizer has to do.
+enum Job {
+    Generate(Box<GenerateRequest>),
+    Ask { query: u64, question: Box<TextQuestion> },
 }
 
-/// A prompt and a grammar that are fine, and what came of them.
-struct Checked {
-    prompt: Prompt,
-    tokenizing: TokenizeParams,
-    grammar: Option<Grammar>,
-    found: Found,
-}
-
-/// What the tokenizer says of a request.
-#[derive(Clone)]
-struct Found {
-    prompt: Vec<TokenId>,
-    bad_words: Vec<Vec<TokenId>>,
-}
-
-impl Checked {
-    fn is_of(&self, request: &GenerateRequest) -> bool {
-        self.prompt == request.prompt
-            && self.tokenizing == request.tokenizing
-            && self.grammar == request.sampling.grammar
+impl Job {
+    /// Bytes of text to be tokenized.
+    fn text_bytes(&self) -> usize {
+        match self {
+            Job::Generate(request) => prompt_bytes(&request.prompt),
+            Job::Ask { question, .. } => match &**question {
+                TextQuestion::Tokenize { prompt, .. } => prompt_bytes(prompt),
+                TextQuestion::Detokenize { tokens, .. } => tokens.len(),
+            },
+        }
     }
 }
 
-impl<'m> TokenizerWorker<'m> {
-    /// A worker with nothing to do.
-    pub fn new(model: &'m TextModel) -> Self {
-        Self {
-            model,
-            waiting: VecDeque::new(),
-            is_shutting_down: false,
-            last: None,
-            checker: OnceCell::new(),
-            is_vocabulary_sent: false,
+fn prompt_bytes(prompt: &Prompt) -> usize {
+    match prompt {
+        Prompt::Text(text) => text.len(),
+        Prompt::Chat(chat) => chat.messages_json.len() + chat.tools_json.as_deref().map_or(0, str::len),
+        // Only checked.
+        Prompt::Tokens(_) => 0,
+    }
+}
+
+/// What the lanes share: where their results go, and which requests are still wanted.
+struct Shared<S, A> {
+    scheduler: S,
+    api: A,
+    is_vocabulary_sent: bool,
+    /// Requests that rank 0 has not heard of. Only ever asked for an id: its order is not stable.
+    open: HashSet<RequestId>,
+}
+
+impl<S: Outbox<ToScheduler>, A: Outbox<ToApi>> Shared<S, A> {
+    /// Sends what came of a request, unless it was aborted meanwhile.
+    fn conclude(
+        &mut self,
+        model: &TextModel,
+        id: RequestId,
+        submission: Result<SubmitRequest, Refusal>,
+    ) -> Result<(), TokenizerError> {
+        if !self.open.remove(&id) {
+            return Ok(());
+        }
+        match submission {
+            Ok(submit) => {
+                if submit.sampling.grammar.is_some() && !self.is_vocabulary_sent {
+                    self.is_vocabulary_sent = true;
+                    self.scheduler.send(&ToScheduler::Vocabulary(Box::new(model.vocabulary())))?;
+                }
+                self.scheduler.send(&ToScheduler::Submit(Box::new(submit)))
+            }
+            Err(refusal) => self.api.send(&ToApi::Refused { id, refusal }),
         }
     }
 
-    /// Takes in what has come, tokenizes one request; waits when there is nothing. False when shut down
-    /// and done.
-    pub(super) fn step<I, S, A>(&mut self, links: &TokenizerLinks<I, S, A>) -> Result<bool, TokenizerError>
+    /// Withdraws a request, or passes its abort on.
+    fn abort(&mut self, id: RequestId) -> Result<(), TokenizerError> {
+        if self.open.remove(&id) { Ok(()) } else { self.scheduler.send(&ToScheduler::Abort(id)) }
+    }
+}
+
+/// One lane: an encoder and the way out.
+struct Lane<'a, S, A> {
+    model: &'a TextModel,
+    encoder: Encoder<'a>,
+    shared: &'a Mutex<Shared<S, A>>,
+}
+
+impl<'a, S: Outbox<ToScheduler>, A: Outbox<ToApi>> Lane<'a, S, A> {
+    fn new(model: &'a TextModel, shared: &'a Mutex<Shared<S, A>>) -> Self {
+        Self { model, encoder: Encoder::new(model), shared }
+    }
+
+    fn shared(&self) -> MutexGuard<'a, Shared<S, A>> {
+        self.shared.lock().expect("invariant: nothing panics while holding it")
+    }
+
+    fn run(&mut self, job: Job) -> Result<(), TokenizerError> {
+        match job {
+            Job::Generate(request) => {
+                let id = request.id;
+                if !self.shared().open.contains(&id) {
+                    return Ok(());
+                }
+                let submission = self.encoder.submission(*request);
+                self.shared().conclude(self.model, id, submission)
+            }
+            Job::Ask { query, question } => {
+                let result = self.encoder.answer(&question);
+                self.shared().api.send(&ToApi::TextAnswered { query, result })
+            }
+        }
+    }
+}
+
+/// Tokenizes until `Shutdown`; then everything received before it is submitted, refused or answered.
+pub fn run_tokenizer<I, S, A>(model: &TextModel, links: TokenizerLinks<I, S, A>) -> Result<(), TokenizerError>
+where
+    I: Inbox<ToTokenizer>,
+    S: Outbox<ToScheduler> + Send,
+    A: Outbox<ToApi> + Send,
+{
+    let TokenizerLinks { inbox, scheduler, api } = links;
+    let shared = Mutex::new(Shared { scheduler, api, is_vocabulary_sent: false, open: HashSet::new() });
+    std::thread::scope(|scope| {
+        let (long, jobs) = mpsc::channel::<Job>();
+        let mut lane = Lane::new(model, &shared);
+        let long_lane = std::thread::Builder::new()
+            .name("tokenizer-long".into())
+            .spawn_scoped(scope, move || jobs.into_iter().try_for_each(|job| lane.run(job)))
+            .map_err(TokenizerError::Thread)?;
+        let mut desk = Desk { short: VecDeque::new(), long, is_shutting_down: false };
+        let mut lane = Lane::new(model, &shared);
+        let outcome = loop {
+            match desk.step(&inbox, &mut lane) {
+                Ok(true) => {}
+                Ok(false) => break Ok(()),
+                Err(error) => {
+                    // The process ends: what still waits in the long lane is not worth its time.
+                    lane.shared().open.clear();
+                    break Err(error);
+                }
+            }
+        };
+        // Closes the long lane behind its last job.
+        drop(desk);
+        let long_outcome = long_lane.join().unwrap_or(Err(TokenizerError::Panicked("tokenizer-long")));
+        outcome.and(long_outcome)
+    })
+}
+
+/// Where messages come in: short jobs wait here, long ones go on.
+struct Desk {
+    short: VecDeque<Job>,
+    long: mpsc::Sender<Job>,
+    is_shutting_down: bool,
+}
+
+impl Desk {
+    /// Takes in what has come, does one short job; waits when there is nothing. False when shut down and done.
+    fn step<I, S, A>(&mut self, inbox: &I, lane: &mut Lane<'_, S, A>) -> Result<bool, TokenizerError>
     where
         I: Inbox<ToTokenizer>,
         S: Outbox<ToScheduler>,
         A: Outbox<ToApi>,
     {
-        if self.waiting.is_empty() {
+        if self.short.is_empty() {
             if self.is_shutting_down {
                 return Ok(false);
             }
-            let message = links.inbox.recv()?;
-            self.take_in(message, links)?;
+            if !self.take_in(inbox.recv()?, lane)? {
+                return Ok(false);
+            }
         }
         for _ in 0..TAKE_IN_MAX {
-            let Some(message) = links.inbox.try_recv()? else { break };
-            self.take_in(message, links)?;
-        }
-        if let Some(request) = self.waiting.pop_front() {
-            match self.tokenize(*request) {
-                Ok(submit) => {
-                    if submit.sampling.grammar.is_some() && !self.is_vocabulary_sent {
-                        self.is_vocabulary_sent = true;
-                        links.scheduler.send(&ToScheduler::Vocabulary(Box::new(self.model.vocabulary())))?;
-                    }
-                    links.scheduler.send(&ToScheduler::Submit(Box::new(submit)))?;
-                }
-                Err(refused) => links.api.send(&refused)?,
+            let Some(message) = inbox.try_recv()? else { break };
+            if !self.take_in(message, lane)? {
+                return Ok(false);
             }
+        }
+        if let Some(job) = self.short.pop_front() {
+            lane.run(job)?;
         }
         Ok(true)
     }
 
-    fn take_in<I, S, A>(
+    /// False when the long lane has ended; why, it says itself.
+    fn take_in<S, A>(
         &mut self,
         message: ToTokenizer,
-        links: &TokenizerLinks<I, S, A>,
-    ) -> Result<(), TokenizerError>
+        lane: &mut Lane<'_, S, A>,
+    ) -> Result<bool, TokenizerError>
     where
         S: Outbox<ToScheduler>,
+        A: Outbox<ToApi>,
     {
-        match message {
-            ToTokenizer::Generate(request) => self.waiting.push_back(request),
-            ToTokenizer::Abort(id) => {
-                if !self.remove(id) {
-                    links.scheduler.send(&ToScheduler::Abort(id))?;
-                }
+        let job = match message {
+            ToTokenizer::Generate(request) => {
+                lane.shared().open.insert(request.id);
+                Job::Generate(request)
             }
-            ToTokenizer::Shutdown => self.is_shutting_down = true,
-        }
-        Ok(())
-    }
-
-    fn remove(&mut self, id: RequestId) -> bool {
-        let at = self.waiting.iter().position(|request| request.id == id);
-        at.and_then(|at| self.waiting.remove(at)).is_some()
-    }
-
-    /// The submission to rank 0, or the refusal to the api.
-    fn tokenize(&mut self, request: GenerateRequest) -> Result<SubmitRequest, ToApi> {
-        let known = self.last.take().filter(|last| last.is_of(&request));
-        let checked = match known {
-            Some(checked) => Ok(checked.found),
-            None => self.check(&request),
+            ToTokenizer::AskText { query, question } => Job::Ask { query, question },
+            ToTokenizer::Abort(id) => {
+                lane.shared().abort(id)?;
+                return Ok(true);
+            }
+            ToTokenizer::Shutdown => {
+                self.is_shutting_down = true;
+                return Ok(true);
+            }
         };
-        let GenerateRequest { id, prompt, tokenizing, mut sampling, text, cache_salt, priority } = request;
-        let found = checked.map_err(|refusal| ToApi::Refused { id, refusal })?;
-        let checked = Checked { prompt, tokenizing, grammar: sampling.grammar.clone(), found: found.clone() };
-        self.last = self.waiting.front().is_some_and(|next| checked.is_of(next)).then_some(checked);
-        sampling.bad_words = found.bad_words;
-        Ok(SubmitRequest { id, prompt: found.prompt, sampling, text, cache_salt, priority })
-    }
-
-    /// The tokens of a request, once its grammar is known to be fine as well.
-    fn check(&self, request: &GenerateRequest) -> Result<Found, Refusal> {
-        if let Some(grammar) = &request.sampling.grammar {
-            self.check_grammar(grammar, &request.tokenizing.grammar_field)?;
+        if job.text_bytes() >= LONG_BYTES_MIN {
+            return Ok(self.long.send(job).is_ok());
         }
-        // A text that makes a library panic must cost its own request only, not the server.
-        let encode = || {
-            let prompt = self.model.encode_prompt_as(&request.prompt, &request.tokenizing)?;
-            let bad_words = self.model.encode_words(&request.tokenizing.bad_words)?;
-            Ok(Found { prompt, bad_words })
-        };
-        catch_unwind(AssertUnwindSafe(encode)).unwrap_or_else(|_| {
-            tracing::error!("the tokenizer panicked on the prompt of request {}", request.id);
-            Err(Refusal::internal(
-                "the tokenizer failed on this prompt; this is a bug of the server, please report it",
-            ))
-        })
-    }
-
-    /// Refusals name `field`.
-    fn check_grammar(&self, grammar: &Grammar, field: &str) -> Result<(), Refusal> {
-        let checker = self.checker.get_or_init(|| Checker::new(&self.model.vocabulary()));
-        let checked = checker.as_ref().map_err(Clone::clone).and_then(|checker| checker.check(grammar));
-        checked.map_err(|error| {
-            let message = format!("{field} asks for a form of the answer that cannot be enforced: {error}");
-            Refusal::invalid_param(field, message).with_code("invalid_grammar")
-        })
+        self.short.push_back(job);
+        Ok(true)
     }
 }

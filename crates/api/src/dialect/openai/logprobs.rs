@@ -147,7 +147,7 @@ mod tests {
     use serde_json::{Value, json};
 
     fn token(bytes: &[u8], is_shown: bool, logprob: Option<f32>, top: &[(&str, f32)]) -> TextLogprobs {
-        let text = |bytes: &[u8], is_shown| TokenText { bytes: bytes.to_vec(), is_shown };
+        let text = |bytes: &[u8], is_shown| TokenText { id: 0, bytes: bytes.to_vec(), is_shown };
         let top = top.iter().map(|(t, l)| (text(t.as_bytes(), true), *l)).collect();
         TextLogprobs { token: text(bytes, is_shown), logprob, top }
     }
