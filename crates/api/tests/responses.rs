@@ -230,7 +230,7 @@ async fn an_answer_that_is_cut_is_incomplete_and_a_failure_is_told() {
 #[tokio::test]
 async fn log_probabilities_stand_with_the_text() {
     let token = |text: &str| TextLogprobs {
-        token: TokenText { bytes: text.into(), is_shown: true },
+        token: TokenText { id: 0, bytes: text.into(), is_shown: true },
         logprob: Some(-0.5),
         top: Vec::new(),
     };
