@@ -139,7 +139,7 @@ async fn head_is_get_without_a_body() {
 #[tokio::test]
 async fn unknown_paths_and_wrong_methods() {
     let server = Server::start().await;
-    for path in ["/nope", "/v1/v1/models", "/v1/chat/completions/", "/v1/models/", "/v1", "/v1/embeddings"] {
+    for path in ["/nope", "/v1/v1/models", "/v1/chat/completions/", "/v1/models/", "/v1", "/v1/embedding"] {
         assert_eq!(server.ask(get(path)).await.error(404)["code"], "not_found", "{path}");
     }
     assert_eq!(server.ask(post("/v1/nope", "{}")).await.error(404)["code"], "not_found");

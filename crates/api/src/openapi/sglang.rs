@@ -70,13 +70,12 @@ const SAMPLING_OWN: &[Field] = &[
     read("n", Integer(1, N_MAX), "1", "above 1 the answer is a list"),
 ];
 
-const SAMPLING_WITHOUT_EFFECT: &[Field] = &[ignored("stream_interval")];
+const SAMPLING_WITHOUT_EFFECT: &[Field] =
+    &[ignored("stream_interval"), ignored("spaces_between_special_tokens")];
 
 const SAMPLING_UNSUPPORTED: &[Field] = &[
     unsupported("stop_regex", Neutral::Empty),
     unsupported("structural_tag", Neutral::Nothing),
-    unsupported("no_stop_trim", Neutral::Bool(false)),
-    unsupported("spaces_between_special_tokens", Neutral::Bool(true)),
     unsupported("custom_params", Neutral::Nothing),
 ];
 

@@ -15,7 +15,7 @@ use super::{Dialect, Reading, inside};
 use crate::answer::{Form, Label};
 use crate::fields::Fields;
 use crate::openapi::{fields::FieldTable, ollama};
-use crate::request::{Call, Endpoint, Names, validate};
+use crate::request::{Call, Endpoint, Names};
 use answer::{Answer, Field};
 use lockstep_core::Refusal;
 use serde_json::{Map, Value};
@@ -61,7 +61,7 @@ impl Dialect for Chat {
         translate::common(&fields, reading.config, &mut translated)?;
         translate::messages(&fields, &mut translated)?;
         translated.extend(fields.get("tools").map(|tools| ("tools".into(), tools.clone())));
-        Ok((validate(Endpoint::Chat, &translated, reading.config)?, ()))
+        Ok((Self::validated(Endpoint::Chat, &translated, reading)?, ()))
     }
 
     fn form(label: Label, _call: &Call, (): ()) -> Box<dyn Form> {
@@ -80,7 +80,7 @@ impl Dialect for Generate {
         let mut translated = options(&fields, reading)?;
         translate::common(&fields, reading.config, &mut translated)?;
         let endpoint = translate::prompt(&fields, reading.config, &mut translated)?;
-        Ok((validate(endpoint, &translated, reading.config)?, ()))
+        Ok((Self::validated(endpoint, &translated, reading)?, ()))
     }
 
     fn form(label: Label, _call: &Call, (): ()) -> Box<dyn Form> {

@@ -75,12 +75,15 @@ impl Dialect for Generate {
         let mut translated = translate(&fields, sampling)?;
         let mut wish = wish(&fields, &translated)?;
         let wants_prompt = wish.logprobs && wish.prompt_from.is_some();
-        let max_tokens = Fields::new(&translated, "").integer("max_tokens", 0..=i64::MAX.into())?;
+        let max_tokens = Fields::new(&translated, "").integer("max_tokens", 0..=i64::MAX.into());
+        let max_tokens = max_tokens.map_err(|refusal| Self::NAMES.in_their_terms(refusal))?;
         if wants_prompt || max_tokens == Some(0) {
             translated.insert("echo".into(), true.into());
         }
+        let has_ids = fields.get("input_ids").is_some();
         let mut call = validate(Endpoint::Completions, &translated, reading.config).map_err(|refusal| {
-            if fields.get("input_ids").is_some() { NAMES_OF_IDS.in_their_terms(refusal) } else { refusal }
+            let refusal = if has_ids { NAMES_OF_IDS.in_their_terms(refusal) } else { refusal };
+            Self::NAMES.in_their_terms(refusal)
         })?;
         call.hides_echo = true;
         wish.is_list |= call.n > 1;
