@@ -56,7 +56,7 @@ impl Primary for OfflinePrimary {
             Some(set) => {
                 self.open = set.len();
                 self.reports.push(OfflineReport::default());
-                into.push(ToScheduler::FlushCache);
+                into.push(ToScheduler::FlushCache { query: 0 });
                 into.extend(set.into_iter().map(|request| ToScheduler::Submit(Box::new(request))));
                 self.started = Instant::now();
             }
@@ -88,7 +88,10 @@ impl Primary for OfflinePrimary {
                 self.open -= 1;
                 report.failed.get_or_insert((0, refusal.message)).0 += 1;
             }
-            Outgoing::Begin(_) | Outgoing::Info(_) | Outgoing::FlightWritten(..) => {}
+            Outgoing::Begin(_)
+            | Outgoing::Info(_)
+            | Outgoing::CacheFlushed(..)
+            | Outgoing::FlightWritten(..) => {}
         }
         Ok(())
     }
