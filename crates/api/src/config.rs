@@ -2,11 +2,13 @@
 
 use crate::keys::ApiKeys;
 use crate::parsers::ParserChoice;
+use crate::transport::Tls;
+use axum::http::HeaderValue;
 use lockstep_core::limits::HTTP_BODY_BYTES_MAX;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Requests open at once when the launcher sets nothing else; above it the answer is 503.
-pub const REQUESTS_OPEN_MAX: usize = 4096;
+/// Connections when the launcher sets nothing else.
+pub const CONNECTIONS_MAX: usize = 8192;
 
 /// Settings of the HTTP server.
 #[derive(Clone, Debug)]
@@ -35,6 +37,14 @@ pub struct ApiConfig {
     pub strict_api: bool,
     /// Largest request body in bytes; above it the answer is 413.
     pub body_bytes_max: usize,
+    /// Connections at once; those beyond are told 503, see [`server`](crate::server).
+    pub connections_max: usize,
+    /// How long clients may keep the server waiting.
+    pub patience: Patience,
+    /// Certificate and key; without, connections are plain.
+    pub tls: Option<Tls>,
+    /// Whose web pages may use the server.
+    pub cors: Cors,
     /// Start of the server in Unix seconds, the `created` of `/v1/models`; by default now.
     pub created: u64,
     /// The answer of `/version`.
@@ -59,11 +69,57 @@ impl ApiConfig {
             api_keys: ApiKeys::default(),
             strict_api: false,
             body_bytes_max: HTTP_BODY_BYTES_MAX,
+            connections_max: CONNECTIONS_MAX,
+            patience: Patience::default(),
+            tls: None,
+            cors: Cors::Any,
             created: unix_seconds(),
             version: env!("CARGO_PKG_VERSION").into(),
             processes: Vec::new(),
         }
     }
+}
+
+/// How long a client may keep the server waiting. None of them limits the time that an answer takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Patience {
+    /// From the first byte of a request to the end of its head, and for a TLS handshake; then 408.
+    pub head: Duration,
+    /// For a request body, plus a second for each [`Self::BODY_BYTES_PER_S`] that came; then 408.
+    pub body: Duration,
+    /// Between requests; then the connection is closed.
+    pub idle: Duration,
+    /// While a client takes no byte of its answer; then the connection is reset and the request aborted.
+    pub write: Duration,
+}
+
+impl Patience {
+    /// A body that comes at this rate may be as long as it likes.
+    pub const BODY_BYTES_PER_S: usize = 16 << 10;
+
+    /// The shortest one that concerns a connection as a whole.
+    pub(crate) fn shortest(&self) -> Duration {
+        self.head.min(self.idle).min(self.write)
+    }
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        let seconds = Duration::from_secs;
+        Self { head: seconds(10), body: seconds(30), idle: seconds(75), write: seconds(60) }
+    }
+}
+
+/// Whose web pages may use the server: the origins that its answers name to browsers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Cors {
+    /// Everybody's.
+    #[default]
+    Any,
+    /// Those of these origins, e.g. `https://chat.example.org`.
+    Only(Vec<HeaderValue>),
+    /// Nobody's: no answer names an origin.
+    Nobody,
 }
 
 /// The wall clock, for `created` fields.

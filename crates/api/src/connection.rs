@@ -1,4 +1,4 @@
-//! One TCP connection: no delay, and clients that close only their sending half.
+//! One connection: clients that close only their sending half, and clients that keep the server waiting.
 //!
 //! A client may send its request and then shut down its sending side (`nc -N`, some proxies); it
 //! still wants the answer. The kernel shows exactly the same end of file when a client has closed
@@ -11,21 +11,22 @@
 //!
 //! Known limit: hyper stops reading while bytes beyond the current request wait in its buffer. So
 //! a client that pipelines and then leaves is noticed only when the server writes to it.
+//!
+//! The stream also notes when it last heard of its client ([`Activity`]), so that whoever serves it can end
+//! connections that keep the server waiting ([`Connection::overdue`]).
 
-use axum::extract::connect_info::Connected;
-use axum::serve::{IncomingStream, Listener};
+use crate::config::Patience;
+use crate::transport::Transport;
 use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tokio::time::Sleep;
+use tokio::time::{Instant, Sleep};
 
 /// How long an end of file stays hidden while no answer is held: enough for a complete request
 /// that came just before it to be parsed and to take its hold.
@@ -43,16 +44,105 @@ struct Shared {
     half_closed: watch::Sender<bool>,
     /// Woken when the last hold ends, so that hyper sees the end of file.
     reader: Mutex<Option<Waker>>,
+    activity: Mutex<Activity>,
+    turned_away: Option<usize>,
 }
+
+/// What the server waits for, and since when.
+#[derive(Debug)]
+struct Activity {
+    /// Requests whose head is complete and whose answer is not.
+    serving: usize,
+    /// Since when nothing was asked and nothing came.
+    quiet_since: Instant,
+    /// When the first byte of an incomplete request head came. HTTP/2 has no such thing: any frame is a sign of
+    /// life.
+    head_since: Option<Instant>,
+    /// Since when the client has taken no byte of what waits for it.
+    stalled_since: Option<Instant>,
+    is_http_2: bool,
+}
+
+/// A way in which a client keeps the server waiting for too long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Overdue {
+    /// It asks nothing more.
+    Idle,
+    /// It has begun a request head and does not end it.
+    Head,
+    /// It does not take its answer.
+    Stalled,
+}
+
+/// Counts a request as being served.
+#[derive(Debug)]
+pub(crate) struct Serving(Connection);
 
 /// Keeps a half-closed connection alive while an answer is in the making.
 #[derive(Debug)]
 pub(crate) struct Hold(Connection);
 
 impl Connection {
-    fn new() -> Self {
-        let half_closed = watch::Sender::new(false);
-        Self(Arc::new(Shared { holds: AtomicUsize::new(0), half_closed, reader: Mutex::default() }))
+    /// `turned_away` holds the limit on connections of a server that has no place for this one.
+    pub(crate) fn new(is_http_2: bool, turned_away: Option<usize>) -> Self {
+        let activity = Activity {
+            serving: 0,
+            quiet_since: Instant::now(),
+            head_since: None,
+            stalled_since: None,
+            is_http_2,
+        };
+        Self(Arc::new(Shared {
+            holds: AtomicUsize::new(0),
+            half_closed: watch::Sender::new(false),
+            reader: Mutex::default(),
+            activity: Mutex::new(activity),
+            turned_away,
+        }))
+    }
+
+    /// The limit on connections, if this one is beyond it: all that is left to say is that.
+    pub(crate) fn turned_away(&self) -> Option<usize> {
+        self.0.turned_away
+    }
+
+    fn activity(&self) -> MutexGuard<'_, Activity> {
+        self.0.activity.lock().expect("invariant: nothing panics while holding it")
+    }
+
+    /// A request head is complete; its answer is being made and sent until the guard is dropped.
+    pub(crate) fn serve(&self) -> Serving {
+        let mut activity = self.activity();
+        activity.serving += 1;
+        activity.head_since = None;
+        drop(activity);
+        Serving(self.clone())
+    }
+
+    /// Waits until the client is overdue, and says how. Never while it waits for an answer and takes it.
+    ///
+    /// Looks again after the shortest patience: nothing that begins meanwhile can be overdue earlier. So a
+    /// connection costs one timer however many bytes pass.
+    pub(crate) async fn overdue(&self, patience: &Patience) -> Overdue {
+        loop {
+            let now = Instant::now();
+            let (since, limit, what) = {
+                let activity = self.activity();
+                match (activity.stalled_since, activity.head_since) {
+                    (Some(since), _) => (since, patience.write, Overdue::Stalled),
+                    (None, Some(since)) => (since, patience.head, Overdue::Head),
+                    (None, None) if activity.serving == 0 => {
+                        (activity.quiet_since, patience.idle, Overdue::Idle)
+                    }
+                    (None, None) => (now, Duration::MAX, Overdue::Idle),
+                }
+            };
+            let left = limit.saturating_sub(now.duration_since(since));
+            if left.is_zero() {
+                return what;
+            }
+            tokio::time::sleep(left.min(patience.shortest())).await;
+        }
     }
 
     /// Starts an answer on this connection.
@@ -90,44 +180,56 @@ impl Drop for Hold {
     }
 }
 
-/// Accepts [`ClientStream`]s.
-#[derive(Debug)]
-pub(crate) struct ClientListener(pub(crate) TcpListener);
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let mut activity = self.0.activity();
+        activity.serving -= 1;
+        activity.quiet_since = Instant::now();
+    }
+}
 
-impl Listener for ClientListener {
-    type Io = ClientStream;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (ClientStream, SocketAddr) {
-        let (stream, peer) = Listener::accept(&mut self.0).await;
-        // A streamed token must not wait for the acknowledgement of the one before it.
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%peer, %error, "cannot set TCP_NODELAY");
+impl Activity {
+    /// Bytes came.
+    fn heard(&mut self) {
+        if self.serving > 0 {
+            return;
         }
-        (ClientStream { stream, connection: Connection::new(), grace: None }, peer)
+        self.quiet_since = Instant::now();
+        if !self.is_http_2 {
+            self.head_since.get_or_insert(self.quiet_since);
+        }
     }
 
-    fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.0.local_addr()
+    /// The client took bytes, or did not.
+    fn wrote<T>(&mut self, result: &Poll<io::Result<T>>) {
+        match result {
+            Poll::Ready(_) => self.stalled_since = None,
+            Poll::Pending => {
+                self.stalled_since.get_or_insert_with(Instant::now);
+            }
+        }
     }
 }
 
-impl Connected<IncomingStream<'_, ClientListener>> for Connection {
-    fn connect_info(stream: IncomingStream<'_, ClientListener>) -> Self {
-        stream.io().connection.clone()
-    }
-}
-
-/// A [`TcpStream`] whose end of file is hidden while an answer is held.
-#[derive(Debug)]
+/// A [`Transport`] whose end of file is hidden while an answer is held.
 pub(crate) struct ClientStream {
-    stream: TcpStream,
+    transport: Transport,
     connection: Connection,
     /// Runs from the end of file; hidden until it elapses, and longer while an answer is held.
     grace: Option<Pin<Box<Sleep>>>,
 }
 
 impl ClientStream {
+    /// The stream of `connection`.
+    pub(crate) fn new(transport: Transport, connection: Connection) -> Self {
+        Self { transport, connection, grace: None }
+    }
+
+    /// See [`Transport::reset_on_drop`].
+    pub(crate) fn reset_on_drop(&self) {
+        self.transport.reset_on_drop();
+    }
+
     /// Whether the end of file may be shown now; otherwise the task is woken when it may.
     fn poll_end_of_file(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.connection.0.half_closed.send_replace(true);
@@ -149,8 +251,12 @@ impl AsyncRead for ClientStream {
     ) -> Poll<io::Result<()>> {
         if self.grace.is_none() {
             let before = buf.filled().len();
-            let result = Pin::new(&mut self.stream).poll_read(cx, buf);
-            let end_of_file = matches!(result, Poll::Ready(Ok(()))) && buf.filled().len() == before;
+            let result = self.transport.poll_read(cx, buf);
+            let is_empty = buf.filled().len() == before;
+            if !is_empty {
+                self.connection.activity().heard();
+            }
+            let end_of_file = matches!(result, Poll::Ready(Ok(()))) && is_empty;
             if !end_of_file || buf.remaining() == 0 {
                 return result;
             }
@@ -161,7 +267,9 @@ impl AsyncRead for ClientStream {
 
 impl AsyncWrite for ClientStream {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, buf)
+        let result = self.transport.write_half().poll_write(cx, buf);
+        self.connection.activity().wrote(&result);
+        result
     }
 
     fn poll_write_vectored(
@@ -169,18 +277,22 @@ impl AsyncWrite for ClientStream {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+        let result = self.transport.write_half().poll_write_vectored(cx, bufs);
+        self.connection.activity().wrote(&result);
+        result
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
+        self.transport.is_write_vectored()
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+        let result = self.transport.write_half().poll_flush(cx);
+        self.connection.activity().wrote(&result);
+        result
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+        self.transport.write_half().poll_shutdown(cx)
     }
 }

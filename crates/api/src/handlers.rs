@@ -2,7 +2,7 @@
 
 use crate::ApiConfig;
 use crate::answer::{self, Label, Pending, Shown};
-use crate::body::read_object;
+use crate::body::{Bodies, read_object};
 use crate::config::unix_seconds;
 use crate::connection::Connection;
 use crate::dialect::{Dialect, Reading};
@@ -31,6 +31,8 @@ pub(crate) struct App {
     pub(crate) policy: FieldPolicy,
     /// Makes answer ids differ between runs of the server.
     pub(crate) run_id: u32,
+    /// Request bodies that are being read.
+    pub(crate) bodies: Bodies,
 }
 
 /// An endpoint that generates: parse, validate, submit, answer.
@@ -55,7 +57,7 @@ async fn submit<D: Dialect>(
 ) -> Result<(Pending, bool), Refusal> {
     let errors = ErrorForm::of_path(request.uri().path());
     let timing = timing::is_asked(request.headers())?;
-    let body = read_object(request, app.config.body_bytes_max).await?;
+    let body = read_object(request, &app.config, &app.bodies).await?;
     let (mut call, echo) = D::read(body, &Reading { config: &app.config, policy: &app.policy })?;
     if timing {
         call.ask_for_timing();

@@ -1,7 +1,7 @@
 //! API keys: who may use the server.
 //!
 //! With keys, every request needs `Authorization: Bearer <key>` or, as Anthropic's clients send it,
-//! `x-api-key: <key>`, except `/health` (for whoever restarts
+//! `x-api-key: <key>`, except `/health` and what begins so (for whoever restarts
 //! the server) and `OPTIONS` (browsers ask without the key). A request without one costs a header read.
 
 use crate::respond::{Answer, refuse};
@@ -48,7 +48,8 @@ fn equal(known: &[u8], given: &[u8]) -> bool {
 
 /// The layer in front of every endpoint: passes a request on, or answers 401.
 pub(crate) async fn check(State(keys): State<Arc<ApiKeys>>, request: Request, next: Next) -> Answer {
-    let is_free = keys.is_empty() || request.method() == Method::OPTIONS || request.uri().path() == "/health";
+    let is_free =
+        keys.is_empty() || request.method() == Method::OPTIONS || request.uri().path().starts_with("/health");
     let key = bearer(request.headers()).or_else(|| api_key(request.headers()));
     if is_free || key.is_some_and(|key| keys.contains(key)) {
         return next.run(request).await;

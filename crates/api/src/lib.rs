@@ -11,7 +11,7 @@
 //! steps, one module each: parse (`body`), validate (`request`), submit ([`engine`]), answer
 //! (`answer`, which takes text apart with [`parsers`]); `handlers` strings them together. What differs
 //! between the APIs is in `dialect`: how a request reads and how an answer is written. Reading order: those,
-//! then [`server`] and `connection`. The behaviour of every field is in `docs/api.md`.
+//! then [`server`], `listen`, `connection` and [`transport`]. The behaviour of every field is in `docs/api.md`.
 
 mod answer;
 mod body;
@@ -27,6 +27,7 @@ mod fields;
 pub mod fuzzing;
 mod handlers;
 pub mod keys;
+mod listen;
 mod metrics;
 mod openapi;
 mod operations;
@@ -39,10 +40,16 @@ mod routes;
 pub mod server;
 mod text;
 mod timing;
+pub mod transport;
 
-pub use config::{ApiConfig, ProcessInfo, REQUESTS_OPEN_MAX, SamplingDefaults};
+pub use config::{ApiConfig, CONNECTIONS_MAX, Cors, Patience, ProcessInfo, SamplingDefaults};
 pub use control::{Ended, ServerControl, ServerHandle};
 pub use engine::{EngineClient, EngineInbound, EngineLink, Outbound, dispatch};
 pub use error::ApiError;
 pub use keys::ApiKeys;
+pub use listen::TURNED_AWAY_MAX;
 pub use server::serve;
+pub use transport::{Tls, TlsError};
+
+/// An origin of web pages, as the header `Origin` writes it.
+pub use axum::http::HeaderValue as Origin;

@@ -111,7 +111,7 @@ pub(crate) async fn abort_request(State(app): State<Arc<App>>, request: Request<
 }
 
 async fn aborted(app: &App, request: Request<Body>) -> Result<usize, Refusal> {
-    let body = read_object(request, app.config.body_bytes_max).await?;
+    let body = read_object(request, &app.config, &app.bodies).await?;
     app.policy.check(&native::ABORT, &body, app.config.strict_api)?;
     let fields = Fields::new(&body, "");
     let names = [fields.string("rid")?, fields.string("request_id")?];

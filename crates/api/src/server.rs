@@ -1,12 +1,14 @@
 //! The server's life: listen, serve, drain or fail, flush, return.
 
-use crate::connection::{ClientListener, Connection};
+use crate::body::Bodies;
+use crate::config::Cors;
 use crate::control::Phase;
 use crate::handlers::{self, App};
+use crate::listen::Listening;
 use crate::request::policy::FieldPolicy;
 use crate::respond::{Answer, refuse};
 use crate::{
-    ApiConfig, ApiError, Ended, EngineClient, ServerControl, errors, keys, operations, routes, timing,
+    ApiConfig, Ended, EngineClient, ServerControl, errors, keys, listen, operations, routes, timing,
 };
 use axum::Router;
 use axum::http::header;
@@ -14,13 +16,12 @@ use axum::middleware;
 use axum::routing::{any, post};
 use lockstep_core::Refusal;
 use std::any::Any;
-use std::future::IntoFuture;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
-use tokio::sync::oneshot;
+use tokio::sync::watch;
 use tower_http::catch_panic::CatchPanicLayer;
-use tower_http::cors::{AllowHeaders, AllowMethods, Any as AnyOrigin, CorsLayer};
+use tower_http::cors::{AllowHeaders, AllowMethods, AllowOrigin, Any as AnyOrigin, CorsLayer};
 
 /// How long the last answers may take to reach their clients after the server has ended them.
 const FLUSH_TIME: Duration = Duration::from_secs(1);
@@ -40,41 +41,37 @@ pub async fn serve(
     config: ApiConfig,
     engine: EngineClient,
     mut control: ServerControl,
-) -> Result<Ended, ApiError> {
+) -> Ended {
     // Only a label: without randomness ids may repeat between runs, nothing else.
     let run_id = getrandom::u32().unwrap_or_default();
-    let app = Arc::new(App { config, engine: engine.clone(), policy: FieldPolicy::default(), run_id });
-    let keys = Arc::new(app.config.api_keys.clone());
-    let routes = routes(app).layer(middleware::from_fn_with_state(keys, keys::check));
-    let service = with_layers(routes).into_make_service_with_connect_info::<Connection>();
-    let (stop, stopped) = oneshot::channel::<()>();
-    let shutdown = async {
-        // Errors only when `serve` itself was dropped.
-        let _ = stopped.await;
-    };
-    let server = axum::serve(ClientListener(listener), service).with_graceful_shutdown(shutdown);
-    let mut server = std::pin::pin!(server.into_future());
+    let (cors, keys) = (config.cors.clone(), Arc::new(config.api_keys.clone()));
+    let limits = (config.tls.clone(), config.patience, config.connections_max);
+    let bodies = Bodies::default();
+    let app =
+        Arc::new(App { config, engine: engine.clone(), policy: FieldPolicy::default(), run_id, bodies });
+    let routes = routes(app)
+        .layer(middleware::from_fn_with_state(keys, keys::check))
+        .layer(middleware::from_fn(listen::check_head));
+    let (stop, stopped) = watch::channel(false);
+    let mut server =
+        std::pin::pin!(Listening::new(listener, with_layers(routes, &cors), limits).serve(stopped));
     let ended = tokio::select! {
-        result = &mut server => return Err(ApiError::Listener(result.err().unwrap_or_else(unexpected_end))),
+        () = &mut server => unreachable!("the server goes on until it is told to stop"),
         ended = supervise(&mut control, &engine) => ended,
     };
     let flush = async {
         tokio::select! {
             () = engine.idle() => {}
-            _ = &mut server => {}
+            () = &mut server => unreachable!("the server goes on until it is told to stop"),
         }
         // Stop accepting, close idle connections, let answers in flight reach their clients.
-        let _ = stop.send(());
-        let _ = server.await;
+        stop.send_replace(true);
+        server.await;
     };
     if tokio::time::timeout(FLUSH_TIME, flush).await.is_err() {
         tracing::debug!("some clients did not take their answers in time");
     }
-    Ok(ended)
-}
-
-fn unexpected_end() -> std::io::Error {
-    std::io::Error::other("the listener ended by itself")
+    ended
 }
 
 /// Follows the phases until every request has, or has been given, its end.
@@ -131,15 +128,21 @@ fn unsupported_routes() -> Router<Arc<App>> {
 
 /// What every answer passes: CORS outside, so that errors carry its headers too; inside it, errors get the
 /// form of their endpoint; innermost, a handler that panics becomes a 500.
-fn with_layers(routes: Router) -> Router {
+fn with_layers(routes: Router, cors: &Cors) -> Router {
+    let errors = middleware::from_fn(errors::in_the_endpoints_form);
+    let routes = routes.layer(CatchPanicLayer::custom(panicked)).layer(errors);
+    let origins: AllowOrigin = match cors {
+        Cors::Any => AnyOrigin.into(),
+        Cors::Only(origins) => AllowOrigin::list(origins.iter().cloned()),
+        Cors::Nobody => return routes,
+    };
     let cors = CorsLayer::new()
-        .allow_origin(AnyOrigin)
+        .allow_origin(origins)
         .allow_methods(AllowMethods::mirror_request())
         .allow_headers(AllowHeaders::mirror_request())
         .expose_headers([header::RETRY_AFTER, timing::HEADER])
         .max_age(PREFLIGHT_MAX_AGE);
-    let errors = middleware::from_fn(errors::in_the_endpoints_form);
-    routes.layer(CatchPanicLayer::custom(panicked)).layer(errors).layer(cors)
+    routes.layer(cors)
 }
 
 fn panicked(panic: Box<dyn Any + Send>) -> Answer {
@@ -152,6 +155,7 @@ fn panicked(panic: Box<dyn Any + Send>) -> Answer {
 mod tests {
     use super::*;
     use axum::routing::get;
+    use std::future::IntoFuture;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpStream;
 
@@ -162,7 +166,7 @@ mod tests {
         }
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let server = axum::serve(listener, with_layers(Router::new().route("/", get(broken))));
+        let server = axum::serve(listener, with_layers(Router::new().route("/", get(broken)), &Cors::Any));
         tokio::spawn(server.into_future());
         for _ in 0..2 {
             let mut client = TcpStream::connect(address).await.unwrap();

@@ -75,7 +75,7 @@ pub(crate) async fn tokenize(
 }
 
 async fn tokenized(app: &App, request: Request<Body>) -> Result<TokenizeAnswer, Refusal> {
-    let body = read_object(request, app.config.body_bytes_max).await?;
+    let body = read_object(request, &app.config, &app.bodies).await?;
     let call = text::tokenize(&body, &app.config, &app.policy)?;
     drop(body);
     let (prompts, is_one) = call.prompts.into_list();
@@ -107,7 +107,7 @@ pub(crate) async fn detokenize(
 }
 
 async fn detokenized(app: &App, request: Request<Body>) -> Result<DetokenizeAnswer, Refusal> {
-    let body = read_object(request, app.config.body_bytes_max).await?;
+    let body = read_object(request, &app.config, &app.bodies).await?;
     let call = text::detokenize(&body, &app.config, &app.policy)?;
     drop(body);
     let (lists, is_one) = call.tokens.into_list();

@@ -73,7 +73,7 @@ async fn requests_queries_and_shutdown_over_real_links() {
     assert_eq!(http.reply().await.json()["prompt"], "as text");
 
     handle.drain(Duration::ZERO);
-    assert_eq!(within("serve", served).await.unwrap().unwrap(), Ended::Drained);
+    assert_eq!(within("serve", served).await.unwrap(), Ended::Drained);
     client.shutdown_children().await;
     within("the engine", tokio::task::spawn_blocking(move || engine.join())).await.unwrap().unwrap();
     drop(client);

@@ -11,15 +11,17 @@
 //! - A request's abort goes to the tokenizer that took the request and is queued after it. Its
 //!   place in the channel is reserved before the request is sent, so an abort can neither block
 //!   nor get lost; the channel's capacity is thereby the bound on open requests.
-//! - Memory per request: its deltas wait in an unbounded queue, but the engine makes at most one
-//!   per token, so `max_tokens` (or the context) bounds what a client that does not read can hold.
+//! - Memory per request: what a client does not read waits as text (`events`), so that `max_tokens` (or the
+//!   context) bounds it.
 
 pub mod dispatch;
+mod events;
 mod queries;
 mod registry;
 
 pub use registry::EngineInbound;
 
+use events::EventReceiver;
 use lockstep_core::{Refusal, RequestId, SamplingParams};
 use lockstep_wire::{
     Delta, GenerateRequest, Prompt, TextParams, ToScheduler, ToTokenizer, TokenizeParams, Usage,
@@ -102,7 +104,7 @@ impl EngineClient {
     ///
     /// Errors with a 503 when the server is draining, failed or full; then nothing was sent.
     pub(crate) fn submit(&self, requests: Vec<NewRequest>, n: usize) -> Result<Generation, Refusal> {
-        let (sender, events) = mpsc::unbounded_channel();
+        let (sender, events) = events::channel(requests.len());
         let mut entries = Vec::with_capacity(requests.len());
         let mut sends = Vec::with_capacity(requests.len());
         let mut tokenizer = 0;
@@ -189,7 +191,7 @@ impl EngineClient {
 /// its slot and pages, since axum drops the handler or the response body with the connection.
 #[derive(Debug)]
 pub(crate) struct Generation {
-    events: mpsc::UnboundedReceiver<(usize, Event)>,
+    events: EventReceiver,
     ids: Vec<RequestId>,
     /// What it can be aborted by.
     names: Vec<String>,

@@ -4,19 +4,20 @@
 //! nobody has aborted it; taking it out and deciding its end is one step under one lock, so it is
 //! aborted at most once and never after its finish. The lock is never held across an await.
 
+use super::events::EventSender;
 use super::{Event, Outbound};
 use lockstep_core::{FinishReason, Refusal, RequestId};
 use lockstep_wire::{Delta, EngineInfo, TextAnswer, ToApi, ToTokenizer, Usage};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
-use tokio::sync::mpsc::{OwnedPermit, UnboundedSender};
+use tokio::sync::mpsc::OwnedPermit;
 use tokio::sync::{oneshot, watch};
 
 /// An open request.
 #[derive(Debug)]
 pub(super) struct Entry {
     /// Where its events go.
-    pub(super) sender: UnboundedSender<(usize, Event)>,
+    pub(super) sender: EventSender,
     /// Its index among the choices of the answer.
     pub(super) choice: usize,
     /// The tokenizer that took it.
@@ -125,7 +126,7 @@ impl Registry {
         let count = aborted.len();
         for (id, entry) in aborted {
             // Errors only when the answer was dropped meanwhile: then nobody waits.
-            let _ = entry.sender.send((entry.choice, Event::Delta(abort_delta(id, entry.usage))));
+            entry.sender.send(entry.choice, Event::Delta(abort_delta(id, entry.usage)));
             entry.abort(id);
         }
         count
@@ -206,8 +207,7 @@ impl Registry {
         };
         let count = requests.len();
         for (id, entry) in requests {
-            // Errors only when the answer was dropped meanwhile: then nobody waits.
-            let _ = entry.sender.send((entry.choice, Event::Refused(refusal.clone())));
+            entry.sender.send(entry.choice, Event::Refused(refusal.clone()));
             entry.abort(id);
         }
         count
@@ -225,14 +225,14 @@ impl Registry {
         if delta.finish.is_none() {
             if let Some(entry) = table.requests.get_mut(&id) {
                 entry.usage = delta.usage;
-                let _ = entry.sender.send((entry.choice, Event::Delta(delta)));
+                entry.sender.send(entry.choice, Event::Delta(delta));
             }
             return;
         }
         let Some(entry) = table.requests.remove(&id) else { return };
         drop(table);
         let runs_on = delta.stop_string.is_some();
-        let _ = entry.sender.send((entry.choice, Event::Delta(delta)));
+        entry.sender.send(entry.choice, Event::Delta(delta));
         if runs_on {
             entry.abort(id);
         }
@@ -240,7 +240,7 @@ impl Registry {
 
     fn deliver_refusal(&self, id: RequestId, refusal: Refusal) {
         if let Some(entry) = self.table().requests.remove(&id) {
-            let _ = entry.sender.send((entry.choice, Event::Refused(refusal)));
+            entry.sender.send(entry.choice, Event::Refused(refusal));
         }
     }
 

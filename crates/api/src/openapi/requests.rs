@@ -173,6 +173,9 @@ const UNSUPPORTED: &[Field] = &[
     unsupported("web_search_options", Neutral::Nothing),
     unsupported("prompt_embeds", Neutral::Nothing),
     unsupported("lora_path", Neutral::Nothing),
+    // A server's limit is a flag; a client that wants less leaves, which ends its request.
+    unsupported("timeout", Neutral::Nothing),
+    unsupported("request_timeout", Neutral::Nothing),
 ];
 
 /// Fields that completions have.

@@ -6,7 +6,7 @@
 #![allow(dead_code)]
 
 use lockstep_api::{
-    ApiConfig, ApiError, Ended, EngineClient, EngineInbound, Outbound, ServerControl, ServerHandle, serve,
+    ApiConfig, Ended, EngineClient, EngineInbound, Outbound, ServerControl, ServerHandle, serve,
 };
 use lockstep_core::{FinishReason, Refusal, RequestId, TokenId};
 use lockstep_wire::{Delta, GenerateRequest, ToApi, ToTokenizer, Usage};
@@ -33,7 +33,7 @@ pub struct Server {
     pub handle: ServerHandle,
     pub engine: FakeEngine,
     pub client: EngineClient,
-    served: JoinHandle<Result<Ended, ApiError>>,
+    served: JoinHandle<Ended>,
 }
 
 /// The engine's side, driven by the test.
@@ -74,7 +74,7 @@ impl Server {
 
     /// How `serve` returned.
     pub async fn ended(self) -> Ended {
-        within("serve to return", self.served).await.unwrap().unwrap()
+        within("serve to return", self.served).await.unwrap()
     }
 }
 

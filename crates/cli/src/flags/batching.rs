@@ -22,7 +22,7 @@ pub struct BatchingFlags {
     pub max_running: Option<usize>,
 
     /// Requests that may wait; more are answered 503.
-    #[arg(long, default_value_t = 4096)]
+    #[arg(long, visible_aliases = ["max-queued", "max-queued-requests"], default_value_t = 4096)]
     pub max_waiting: usize,
 
     /// Prefill tokens of one step; longer prompts are computed in chunks [default: 512, GPU 8192].

@@ -9,6 +9,7 @@ pub mod batching;
 pub mod bench_serve;
 pub mod chat;
 pub mod client;
+pub mod connections;
 pub mod logging;
 pub mod memory;
 pub mod model;
@@ -63,6 +64,9 @@ pub struct ServeFlags {
     /// Where to listen.
     #[command(flatten)]
     pub server: server::ServerFlags,
+    /// How clients connect.
+    #[command(flatten)]
+    pub connections: connections::ConnectionFlags,
     /// How many processes.
     #[command(flatten)]
     pub parallel: parallel::ParallelFlags,

@@ -1,11 +1,13 @@
 //! Where the server listens and how it ends.
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
+use lockstep_api::ApiKeys;
 use lockstep_api::parsers::{
     Opening, ParserChoice, REASONING_PARSERS, ReasoningFormat, TOOL_CALL_PARSERS, ToolFormat,
 };
 use std::net::IpAddr;
+use std::path::PathBuf;
 
 /// Server flags of `lockstep serve`.
 #[derive(Args, Debug)]
@@ -27,9 +29,13 @@ pub struct ServerFlags {
     pub strict_api: bool,
 
     /// Key that clients must send as `Authorization: Bearer KEY`; may be given several times. Other
-    /// users of this machine can see flags: keep the machine to yourself or the keys short-lived.
+    /// users of this machine can see flags: better use `--api-key-file`.
     #[arg(long, value_name = "KEY", value_parser = api_key)]
     pub api_key: Vec<String>,
+
+    /// File with one key a line, in addition to `--api-key`; empty lines and lines that begin with # are skipped.
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
 
     /// How the model writes tool calls: a format by name, `none`, or `auto`, which reads it off the chat
     /// template.
@@ -95,6 +101,29 @@ impl ServerFlags {
             Ok(address) => Ok(address),
             Err(_) => bail!("--host {} is not an IP address; use e.g. 127.0.0.1, 0.0.0.0 or ::", self.host),
         }
+    }
+
+    /// All keys that clients may use; none: nobody is asked for one.
+    pub fn api_keys(&self) -> Result<ApiKeys> {
+        let mut keys = self.api_key.clone();
+        if let Some(path) = &self.api_key_file {
+            let text = std::fs::read_to_string(path)
+                .with_context(|| format!("cannot read --api-key-file {}", path.display()))?;
+            let before = keys.len();
+            for (at, line) in text.lines().map(str::trim).enumerate() {
+                if !line.is_empty() && !line.starts_with('#') {
+                    // The message must not hold the key.
+                    let key =
+                        api_key(line).map_err(|why| anyhow!("{}, line {}: {why}", path.display(), at + 1));
+                    keys.push(key?);
+                }
+            }
+            if keys.len() == before {
+                // A server that was meant to be closed must not be open.
+                bail!("--api-key-file {} holds no key; write one a line", path.display());
+            }
+        }
+        Ok(ApiKeys::new(keys))
     }
 
     /// The model's own parsers (`detected`) with what the flags say instead.

@@ -43,7 +43,7 @@ pub fn run(flags: &ServeFlags) -> Result<()> {
 fn serve(flags: &ServeFlags, stderr: &StderrSink) -> Result<()> {
     let limit = lockstep_launch::raise_fd_limit().map_err(CliError::with(ExitCode::Internal))?;
     tracing::debug!("file descriptor limit {limit:?}");
-    let plan = ServePlan::new(flags)?;
+    let plan = ServePlan::new(flags, limit.now)?;
     tracing::info!("{}", plan.summary());
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -5,7 +5,9 @@ use super::port::ReservedPort;
 use crate::config_only::config_only;
 use crate::error::{CliError, Result};
 use crate::flags::ServeFlags;
+use crate::flags::connections::Connections;
 use crate::pull;
+use lockstep_api::ApiKeys;
 use lockstep_core::{ExitCode, ModelConfig, TokenId, shard};
 use lockstep_engine::{Batching, DeviceConfig, DummySpec};
 use lockstep_launch::Topology;
@@ -57,6 +59,10 @@ pub struct ServePlan {
     pub grace: Duration,
     /// Refuse unknown request fields.
     pub strict_api: bool,
+    /// `--api-key` and `--api-key-file`.
+    pub api_keys: ApiKeys,
+    /// How clients connect.
+    pub connections: Connections,
     /// `--flight-dir`.
     pub flight_dir: Option<PathBuf>,
     /// Log level of the children.
@@ -66,9 +72,12 @@ pub struct ServePlan {
 }
 
 impl ServePlan {
-    /// Checks and resolves. Exit codes: 2 flags and illegal tp, 3 model files.
-    pub fn new(flags: &ServeFlags) -> Result<Self> {
+    /// Checks and resolves. `descriptors` is this process's limit of open files; `None`: unlimited. Exit codes: 2
+    /// flags and illegal tp, 3 model files.
+    pub fn new(flags: &ServeFlags, descriptors: Option<u64>) -> Result<Self> {
         check_flags(flags).map_err(CliError::with(ExitCode::Flags))?;
+        let api_keys = flags.server.api_keys().map_err(CliError::with(ExitCode::Flags))?;
+        let connections = flags.connections.resolve(descriptors).map_err(CliError::with(ExitCode::Flags))?;
         let address = flags.server.address().map_err(CliError::with(ExitCode::Flags))?;
         let port = ReservedPort::new(SocketAddr::new(address, flags.server.port))?;
         let model_files = CliError::with(ExitCode::ModelFiles);
@@ -112,6 +121,8 @@ impl ServePlan {
             collective_timeout: Duration::from_secs_f64(flags.parallel.collective_timeout),
             grace: Duration::from_secs_f64(flags.server.grace_seconds),
             strict_api: flags.server.strict_api,
+            api_keys,
+            connections,
             flight_dir: flags.logging.flight_dir.clone(),
             log_level: flags.logging.log_level.name(),
             port: Some(port),

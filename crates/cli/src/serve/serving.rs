@@ -8,8 +8,7 @@ use crate::flags::server::ServerFlags;
 use lockstep_api::engine::dispatch::{self, LinkSockets};
 use lockstep_api::parsers::ParserChoice;
 use lockstep_api::{
-    ApiConfig, ApiError, ApiKeys, Ended, EngineClient, ProcessInfo, REQUESTS_OPEN_MAX, SamplingDefaults,
-    ServerControl, ServerHandle,
+    ApiConfig, ApiError, Ended, EngineClient, ProcessInfo, SamplingDefaults, ServerControl, ServerHandle,
 };
 use lockstep_comm::link::{AsyncReceiver, LinkError, Sender};
 use lockstep_core::ExitCode;
@@ -35,8 +34,9 @@ pub async fn run(mut plan: ServePlan, mut server: Server, facts: Facts, flags: &
         Ok(service) => service,
         Err(error) => return Err(server.end(error)),
     };
+    let scheme = if plan.connections.tls.is_some() { "https" } else { "http" };
     tracing::info!(
-        "listening on http://{address} (model {}); Ctrl-C drains and stops",
+        "listening on {scheme}://{address} (model {}); Ctrl-C drains and stops",
         plan.served_model_name
     );
     let ended = service.watch(&mut server, plan.grace).await;
@@ -47,7 +47,7 @@ pub async fn run(mut plan: ServePlan, mut server: Server, facts: Facts, flags: &
 struct Service {
     client: EngineClient,
     handle: ServerHandle,
-    http: JoinHandle<std::result::Result<Ended, ApiError>>,
+    http: JoinHandle<Ended>,
     dispatcher: JoinHandle<std::result::Result<(), ApiError>>,
     signal: Option<i32>,
     failure: Option<Failure>,
@@ -63,7 +63,7 @@ fn start(
     let config = api_config(plan, flags, server, facts)?;
     let inbox = server.inbox.take().ok_or_else(|| CliError::new(ExitCode::Internal, "the inbox is gone"))?;
     let sockets = connect(server, inbox).map_err(CliError::with(ExitCode::Internal))?;
-    let (client, link) = EngineClient::new(server.tokenizers.len(), REQUESTS_OPEN_MAX);
+    let (client, link) = EngineClient::new(server.tokenizers.len(), requests_open_max(plan));
     let (handle, control) = ServerControl::new();
     server.supervisor.set_phase(Phase::Serving).map_err(CliError::with(ExitCode::Internal))?;
     Ok(Service {
@@ -87,6 +87,11 @@ fn connect(server: &Server, inbox: AsyncReceiver<ToApi>) -> std::result::Result<
     })
 }
 
+/// Requests that run and requests that wait: those beyond are refused here, before they are tokenized.
+fn requests_open_max(plan: &ServePlan) -> usize {
+    plan.batching.running_max.saturating_add(plan.batching.waiting_max)
+}
+
 /// Messages that may wait in a socket; beyond it the api's own bounded queue fills.
 const QUEUE_LEN_MAX: i32 = 1024;
 
@@ -96,7 +101,7 @@ impl Service {
         let mut dispatching = true;
         loop {
             tokio::select! {
-                ended = &mut self.http => return flatten(ended),
+                ended = &mut self.http => return ended.map_err(in_words),
                 result = &mut self.dispatcher, if dispatching => {
                     dispatching = false;
                     if let Err(error) = flatten(result) {
@@ -195,7 +200,11 @@ fn for_clients(failure: &Failure) -> String {
 fn flatten<T, E: std::fmt::Display>(
     joined: std::result::Result<std::result::Result<T, E>, JoinError>,
 ) -> std::result::Result<T, String> {
-    joined.map_err(|e| format!("a task of the api ended: {e}"))?.map_err(|e| e.to_string())
+    joined.map_err(in_words)?.map_err(|e| e.to_string())
+}
+
+fn in_words(error: JoinError) -> String {
+    format!("a task of the api ended: {error}")
 }
 
 /// How the model writes calls and reasoning, as its chat template shows.
@@ -226,7 +235,11 @@ fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Fac
         architecture: plan.model.architecture.clone(),
         chat_error: facts.chat_error,
         parsers: flags.parsers(detected_parsers(plan)?),
-        api_keys: ApiKeys::new(flags.api_key.clone()),
+        api_keys: plan.api_keys.clone(),
+        connections_max: plan.connections.connections_max,
+        patience: plan.connections.patience,
+        tls: plan.connections.tls.clone(),
+        cors: plan.connections.cors.clone(),
         strict_api: plan.strict_api,
         created,
         processes: std::iter::once(launcher).chain(children).collect(),

@@ -58,7 +58,7 @@ pub(crate) async fn show(State(app): State<Arc<App>>, request: Request<Body>) ->
 }
 
 async fn shown(app: &App, request: Request<Body>) -> Result<Value, Refusal> {
-    let body = read_object(request, app.config.body_bytes_max).await?;
+    let body = read_object(request, &app.config, &app.bodies).await?;
     let config = &app.config;
     app.policy.check(&ollama::SHOW, &body, config.strict_api)?;
     let fields = Fields::new(&body, "");
