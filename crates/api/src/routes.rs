@@ -1,10 +1,10 @@
 //! The endpoints: path, handler, and what documents say of them. The router is made from this list, and so are
 //! `/openapi.json`, the endpoints table of `docs/api.md` and the list in `/`: an endpoint is in all or in none.
 
-use crate::dialect::{Chat, Completions, Dialect, Messages, Responses, SglangGenerate, ollama};
+use crate::dialect::{Chat, Completions, Dialect, Messages, Responses, SglangGenerate, count_tokens, ollama};
 use crate::handlers::{self, App};
 use crate::openapi::operations::{Answers, Operation};
-use crate::openapi::{native, ollama as ollama_fields};
+use crate::openapi::{anthropic, native, ollama as ollama_fields};
 use crate::{operations, text};
 use axum::Router;
 use axum::routing::{MethodRouter, get, post};
@@ -61,6 +61,15 @@ pub(crate) const ROUTES: &[Route] = &[
             Messages::FIELDS,
             Answers::WholeOrStream("AnthropicMessage", "AnthropicEvent"),
             "Anthropic message, whole or streamed",
+        ),
+    ),
+    route(
+        "/v1/messages/count_tokens",
+        || post(count_tokens),
+        Operation::post(
+            anthropic::COUNT_TOKENS,
+            "AnthropicCount",
+            "`{\"input_tokens\": n}`: the tokens of a conversation, tools and template included",
         ),
     ),
     route(

@@ -7,9 +7,11 @@ mod common;
 
 use common::{Reply, Server, config, delta, get, post};
 use lockstep_api::parsers::{Opening, ParserChoice, ReasoningFormat, ToolFormat};
-use lockstep_api::{ApiConfig, ApiKeys};
+use lockstep_api::{ApiConfig, ApiKeys, Outbound};
 use lockstep_core::{FinishReason, Grammar, Refusal};
-use lockstep_wire::{Delta, GenerateRequest, Prompt};
+use lockstep_wire::{
+    Delta, GenerateRequest, Prompt, TextAnswer, TextQuestion, ToApi, ToTokenizer, Tokenized,
+};
 use serde_json::{Value, json};
 
 const PATH: &str = "/v1/messages";
@@ -295,6 +297,34 @@ async fn only_one_call_where_parallel_calls_are_not_wanted() {
     let reply = answer(asked, &format!("{CALL}\n{CALL}"), 9, end(FinishReason::Stop)).await.json();
     assert_eq!(reply["content"].as_array().unwrap().len(), 1);
     assert_eq!(reply["stop_reason"], "tool_use");
+}
+
+#[tokio::test]
+async fn tokens_are_counted_by_a_tokenizer() {
+    let mut server = Server::start_with(hermes(), 1, 100).await;
+    let path = "/v1/messages/count_tokens";
+    let asked = |extra: Value| {
+        let mut body = json!({"messages": [{"role": "user", "content": "hi"}], "tools": weather()});
+        body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        post(path, &body.to_string())
+    };
+    let mut client = server.connect().await;
+    client.send(asked(json!({"system": "Be brief."}))).await;
+    let Outbound::Tokenizer(0, ToTokenizer::AskText { query, question }) = server.engine.next().await else {
+        panic!("not a question")
+    };
+    let TextQuestion::Tokenize { prompt: Prompt::Chat(chat), add_special_tokens: false, .. } = *question
+    else {
+        panic!("not a chat as it is generated from")
+    };
+    assert!(chat.messages_json.contains("Be brief.") && chat.tools_json.unwrap().contains("weather"));
+    let tokens = Tokenized { tokens: vec![1, 2, 3], pieces: None };
+    let result = Ok(TextAnswer::Tokens(tokens));
+    server.engine.inbound.deliver(ToApi::TextAnswered { query, result });
+    assert_eq!(client.reply().await.json(), json!({"input_tokens": 3}));
+    let refused = server.ask(asked(json!({"messages": []}))).await;
+    check_error(&refused, 400, "invalid_request_error");
+    check_error(&server.ask(asked(json!({"model": "other"}))).await, 404, "not_found_error");
 }
 
 /// `{"type": "error", "error": {"type", "message"}}`; returns the message.

@@ -11,10 +11,7 @@ mod parts;
 mod stream;
 mod whole;
 
-// Not every dialect needs all of it.
-#[allow(unused_imports)]
 pub(crate) use form::{Finish, Form, Frames, Framing, Label, NewPart, NewTokens, WholeChoice};
-#[allow(unused_imports)]
 pub(crate) use parts::{Joined, JoinedCall, Section};
 
 use crate::connection::{Connection, Hold};

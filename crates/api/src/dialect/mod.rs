@@ -16,7 +16,7 @@ mod sglang;
 mod translation;
 mod turns;
 
-pub(crate) use anthropic::Messages;
+pub(crate) use anthropic::{Messages, count_tokens};
 pub(crate) use openai::{Chat, Completions};
 pub(crate) use responses::{INCLUDES as RESPONSE_INCLUDES, Responses};
 pub(crate) use sglang::Generate as SglangGenerate;

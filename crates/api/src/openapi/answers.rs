@@ -264,6 +264,7 @@ fn anthropic() -> Value {
         "AnthropicError": object(json!({"type": kind("error"), "error": error}), json!({})),
         "AnthropicMessage": message,
         "AnthropicEvent": event,
+        "AnthropicCount": object(json!({"input_tokens": count()}), json!({})),
     })
 }
 

@@ -8,19 +8,21 @@ use crate::request::limits::TEMPERATURE_MAX;
 use serde_json::{Value, json};
 
 /// `/v1/messages`
-pub(crate) const MESSAGES: FieldTable =
-    FieldTable { name: "MessagesRequest", groups: &[OWN, ENGINE, WITHOUT_EFFECT, UNSUPPORTED] };
+pub(crate) const MESSAGES: FieldTable = FieldTable {
+    name: "MessagesRequest",
+    groups: &[CONVERSATION_FIELDS, ANSWER_FIELDS, ENGINE, WITHOUT_EFFECT, UNSUPPORTED],
+};
 
+/// `/v1/messages/count_tokens`: what says how the answer is generated has no meaning there.
+pub(crate) const COUNT_TOKENS: FieldTable =
+    FieldTable { name: "CountTokensRequest", groups: &[CONVERSATION_FIELDS, WITHOUT_EFFECT, UNSUPPORTED] };
+
+/// What the prompt is made of.
 #[rustfmt::skip]
-const OWN: &[Field] = &[
+const CONVERSATION_FIELDS: &[Field] = &[
     read("model", Kind::Model, "accepted", "another name is 404"),
     required("messages", Shape(CONVERSATION), "an assistant's message at the end is continued"),
-    required("max_tokens", Integer(1, OPEN), "as in a chat"),
     read("system", Shape(SYSTEM), "none", "becomes a system message"),
-    read("stop_sequences", Shape(shapes::STOP_LIST), "none", "`stop` of a chat"),
-    read("stream", Bool, "false", ""),
-    read("temperature", Number(0.0, TEMPERATURE_MAX), "the model's, else 1", "as in a chat"),
-    read("top_p", Number(0.0, 1.0), "the model's, else 1", "as in a chat"),
     read("tools", Shape(TOOLS), "none", "tools that only Anthropic's models know are 400"),
     read("tool_choice", Shape(TOOL_CHOICE), "{\"type\": \"auto\"}", "see \"Tool calls\"; `any` is `required`"),
     read("thinking", Shape(THINKING), "the model's",
@@ -29,6 +31,16 @@ const OWN: &[Field] = &[
         "`effort` is `reasoning_effort` of a chat, `format` its `response_format`"),
     read("chat_template", Text, "the model's choice", "as in a chat"),
     read("chat_template_kwargs", Object, "none", "as in a chat"),
+];
+
+/// What the answer is to be.
+#[rustfmt::skip]
+const ANSWER_FIELDS: &[Field] = &[
+    required("max_tokens", Integer(1, OPEN), "as in a chat"),
+    read("stop_sequences", Shape(shapes::STOP_LIST), "none", "`stop` of a chat"),
+    read("stream", Bool, "false", ""),
+    read("temperature", Number(0.0, TEMPERATURE_MAX), "the model's, else 1", "as in a chat"),
+    read("top_p", Number(0.0, 1.0), "the model's, else 1", "as in a chat"),
 ];
 
 const WITHOUT_EFFECT: &[Field] = &[

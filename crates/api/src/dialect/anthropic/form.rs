@@ -112,7 +112,8 @@ impl Form for Message {
     }
 
     fn whole(&mut self, choices: &[WholeChoice], _usage: Usage) -> String {
-        let Some(WholeChoice { joined, finish, .. }) = choices.first() else { return String::new() };
+        let WholeChoice { joined, finish, .. } =
+            choices.first().expect("invariant: a message has one choice");
         self.json(joined.sections.iter().map(block_json).collect(), end(finish), usage_of(finish)).to_string()
     }
 }

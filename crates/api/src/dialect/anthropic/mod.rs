@@ -1,12 +1,15 @@
-//! Anthropic's `POST /v1/messages`.
+//! Anthropic's `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 //!
 //! Translated into a chat request; see `docs/api.md`, "Anthropic", for what has no counterpart. The answer's
 //! content blocks are the sections of the model's text in the order in which it wrote them: thinking, text,
 //! tool calls.
 
 mod content;
+mod count;
 mod form;
 mod request;
+
+pub(crate) use count::count_tokens;
 
 use super::{Dialect, Reading};
 use crate::answer::{Form, Label};

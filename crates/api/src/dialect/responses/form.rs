@@ -295,7 +295,8 @@ impl Form for Response {
 
     /// Log-probabilities stand in the first text.
     fn whole(&mut self, choices: &[WholeChoice], usage: Usage) -> String {
-        let Some(WholeChoice { joined, tokens, finish }) = choices.first() else { return String::new() };
+        let WholeChoice { joined, tokens, finish } =
+            choices.first().expect("invariant: a response has one choice");
         self.hold(tokens);
         let mut all = Some(std::mem::take(&mut self.held));
         let logprobs = |section: &Section| match section {
