@@ -112,17 +112,17 @@ impl Sampler {
     }
 }
 
-/// The index that `uniform` in [0, 1) falls on; the last positive weight if rounding overshoots.
+/// The index that `uniform` in [0, 1) falls on among the positive weights (the weight of a NaN is none); the last
+/// of them if rounding overshoots.
 fn draw(weights: impl Iterator<Item = f64> + Clone, uniform: f64) -> Option<usize> {
-    let target = uniform * weights.clone().sum::<f64>();
+    let positive = weights.enumerate().filter(|(_, w)| *w > 0.0);
+    let target = uniform * positive.clone().map(|(_, w)| w).sum::<f64>();
     let (mut sum, mut last) = (0.0, None);
-    for (i, w) in weights.enumerate() {
-        if w > 0.0 {
-            sum += w;
-            last = Some(i);
-            if sum > target {
-                break;
-            }
+    for (i, w) in positive {
+        sum += w;
+        last = Some(i);
+        if sum > target {
+            break;
         }
     }
     last
@@ -164,6 +164,25 @@ mod tests {
 
     fn params(temperature: f32) -> SamplingParams {
         SamplingParams { temperature, ..SamplingParams::default() }
+    }
+
+    #[test]
+    fn a_nan_is_never_drawn_and_changes_nothing() {
+        let mut s = Sampler::default();
+        let row = |output_index| RowChoice {
+            temperature: 1.0,
+            top_p: 1.0,
+            min_p: 0.0,
+            top_k: 0,
+            seed: 5,
+            choice: 0,
+            output_index,
+        };
+        let logits = [1.0, 2.0, f32::NEG_INFINITY, 0.5];
+        let holed = [1.0, 2.0, f32::NAN, 0.5];
+        let drawn: Vec<_> = (0..200).map(|i| s.sample(&holed, &row(i))).collect();
+        assert!(drawn.iter().enumerate().all(|(i, token)| *token == s.sample(&logits, &row(i as u32))));
+        assert!([0, 1, 3].iter().all(|token| drawn.contains(token)), "{drawn:?}");
     }
 
     #[test]

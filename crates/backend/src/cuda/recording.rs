@@ -48,8 +48,8 @@ impl CudaRecording {
         device.report()?;
         let api = &device.api;
         // SAFETY: the stream lives as long as the process.
-        device
-            .check(unsafe { (api.capture_begin)(device.stream, CAPTURE_THREAD_LOCAL) }, "recording a step")?;
+        let begun = unsafe { (api.capture_begin)(device.stream, CAPTURE_THREAD_LOCAL) };
+        device.check(begun, "recording a step")?;
         device.set_recording(true);
         let queued = queue();
         device.set_recording(false);

@@ -31,7 +31,7 @@ pub(crate) async fn count_tokens(
 }
 
 async fn counted(app: &App, request: Request<Body>) -> Result<usize, Refusal> {
-    let body = read_object(request, app.config.body_bytes_max).await?;
+    let body = read_object(request, &app.config, &app.bodies).await?;
     let reading = Reading { config: &app.config, policy: &app.policy };
     app.policy.check(&anthropic::COUNT_TOKENS, &body, app.config.strict_api)?;
     let translated = request::translate(&body, &app.config, request::Length::Absent)?;
