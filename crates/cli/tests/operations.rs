@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 /// A stream that has begun, and the id of its answer.
 fn running(server: &Server) -> (lockstep_testkit::http::EventStream, String) {
-    // The chain fixture answers "C" with an endless count.
+    // The fixture's answer to "C" outlives any test.
     let body = server.completion_body("C", json!({"max_tokens": 100_000, "stream": true}));
     let mut stream = server.open_stream("/v1/completions", &body);
     let event = stream.next_event().expect("an event").expect("a stream");
@@ -74,7 +74,7 @@ fn check_dialects(server: &Server) {
 
 #[test]
 fn operations_on_a_running_server() {
-    let served = serve("chain", 2);
+    let served = serve("chain_long", 2);
     let server = &served.server;
     check_flush(server);
     check_abort(server);
