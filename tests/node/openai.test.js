@@ -101,3 +101,17 @@ test("errors have their class, code and field", async () => {
     return error instanceof BadRequestError && error.param === "temperature";
   });
 });
+
+test("responses: whole, streamed and with tools", async () => {
+  const request = { model, input: "What is the weather in Rome?", temperature: 0 };
+  assert.equal((await client.responses.create(request)).output_text, " hello there");
+  let text = "";
+  for await (const event of await client.responses.create({ ...request, stream: true })) {
+    text += event.type === "response.output_text.delta" ? event.delta : "";
+  }
+  assert.equal(text, " hello there");
+  const tool = { type: "function", strict: true, ...weather.function };
+  const answer = await client.responses.create({ ...request, tools: [tool] });
+  const call = answer.output.find((item) => item.type === "function_call");
+  assert.deepEqual(JSON.parse(call.arguments), { city: "Rome" });
+});

@@ -29,7 +29,9 @@ WEATHER = {
 class Light(pydantic.BaseModel):
     """Every value has one short spelling, so that answers end soon whatever the model prefers."""
 
-    model_config = pydantic.ConfigDict(json_schema_extra={"x-guidance": {"whitespace_flexible": False}})
+    model_config = pydantic.ConfigDict(
+        extra="forbid", json_schema_extra={"x-guidance": {"whitespace_flexible": False}}
+    )
     on: bool
     colour: Literal["red", "green"]
 

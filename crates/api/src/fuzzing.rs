@@ -3,7 +3,7 @@
 
 use crate::ApiConfig;
 use crate::body::parse_object;
-use crate::dialect::{Chat, Completions, Dialect, Messages, Reading, Responses};
+use crate::dialect::{Chat, Completions, Dialect, Messages, Reading, Responses, SglangGenerate, ollama};
 use crate::parsers::{Opening, ParserChoice, ReasoningFormat, ToolFormat};
 use crate::request::{Call, policy::FieldPolicy};
 use lockstep_core::Refusal;
@@ -33,6 +33,9 @@ pub fn read_everywhere(body: &[u8]) -> usize {
         read::<Completions>(body, &reading),
         read::<Messages>(body, &reading),
         read::<Responses>(body, &reading),
+        read::<SglangGenerate>(body, &reading),
+        read::<ollama::Chat>(body, &reading),
+        read::<ollama::Generate>(body, &reading),
     ];
     results.iter().filter(|result| is_taken(result)).count()
 }
@@ -83,6 +86,7 @@ mod tests {
                     {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
                     {"type": "function_call_output", "call_id": "a", "output": "sunny"}],
                 "tools": [{"type": "function", "name": "f", "parameters": schema}], "store": false}),
+            json!({"text": "ab", "sampling_params": {"temperature": 0, "max_new_tokens": 4}}),
             json!({"max_tokens": 5, "system": [{"type": "text", "text": "be brief"}], "messages": [
                     {"role": "user", "content": [{"type": "text", "text": "ab"}]},
                     {"role": "assistant", "content": [
@@ -93,7 +97,15 @@ mod tests {
         ]
     }
 
-    const TABLES: [FieldTable; 4] = [Chat::FIELDS, Completions::FIELDS, Messages::FIELDS, Responses::FIELDS];
+    const TABLES: [FieldTable; 7] = [
+        Chat::FIELDS,
+        Completions::FIELDS,
+        Messages::FIELDS,
+        Responses::FIELDS,
+        SglangGenerate::FIELDS,
+        ollama::Chat::FIELDS,
+        ollama::Generate::FIELDS,
+    ];
 
     /// A value that no field expects, or one that some do.
     fn odd_value(rng: &mut Rng) -> Value {

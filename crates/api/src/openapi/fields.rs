@@ -251,6 +251,7 @@ impl Field {
 /// The schema that also takes null.
 pub(crate) fn or_null(mut schema: Value) -> Value {
     match (schema["type"].as_str(), schema.get("enum")) {
+        (Some("null"), None) => schema,
         (Some(kind), None) => {
             schema["type"] = json!([kind, "null"]);
             schema

@@ -7,7 +7,8 @@ use crate::request::text::TEXTS_MAX;
 use serde_json::{Value, json};
 
 /// `/tokenize`
-pub(crate) const TOKENIZE: FieldTable = FieldTable { name: "TokenizeRequest", groups: &[TOKENIZE_FIELDS] };
+pub(crate) const TOKENIZE: FieldTable =
+    FieldTable { name: "TokenizeRequest", groups: &[TOKENIZE_FIELDS, TOKENIZE_CHAT] };
 /// `/detokenize`
 pub(crate) const DETOKENIZE: FieldTable =
     FieldTable { name: "DetokenizeRequest", groups: &[DETOKENIZE_FIELDS] };
@@ -21,7 +22,12 @@ const TOKENIZE_FIELDS: &[Field] = &[
     read("messages", Shape(shapes::MESSAGES), "", "tokenized as the chat would be"),
     read("add_special_tokens", Bool, "true, with `messages` false", "a beginning-of-text token is not doubled"),
     read("return_token_strs", Bool, "false", "`token_strs`: each token as the vocabulary spells it"),
-    read("add_generation_prompt", Bool, "true", "as in a chat"),
+];
+
+/// How `messages` are rendered; a `prompt` is not.
+#[rustfmt::skip]
+pub(crate) const TOKENIZE_CHAT: &[Field] = &[
+    read("add_generation_prompt", Bool, "true", "as in a chat; this and what follows needs `messages`"),
     read("continue_final_message", Bool, "false", "as in a chat"),
     read("tools", Shape(shapes::TOOLS), "none", "as in a chat"),
     read("tool_choice", Shape(shapes::TOOL_CHOICE), "\"auto\"", "as in a chat"),

@@ -88,10 +88,7 @@ impl Answers {
             Self::Json(name) => json!({"application/json": schema(name)}),
             Self::WholeOrStream(whole, event) => json!({
                 "application/json": schema(whole),
-                "text/event-stream": {"schema": {
-                    "type": "string",
-                    "description": format!("Server-sent events; the data of each is a {event}."),
-                }},
+                "text/event-stream": {"schema": events(event)},
             }),
             Self::WholeOrLines(whole, line) => json!({
                 "application/json": schema(whole),
@@ -104,6 +101,23 @@ impl Answers {
         };
         json!({"description": "What was asked for.", "content": content})
     }
+}
+
+/// One server-sent event: its data is JSON of the schema `name`, or OpenAI's last word.
+fn events(name: &str) -> Value {
+    let schema = json!({"$ref": format!("#/components/schemas/{name}")});
+    json!({
+        "type": "object",
+        "description": format!("A server-sent event; its data is a {name}, at last in OpenAI's streams [DONE]."),
+        "properties": {
+            "event": {"type": "string"},
+            "data": {"anyOf": [
+                {"const": "[DONE]"},
+                {"type": "string", "contentMediaType": "application/json", "contentSchema": schema},
+            ]},
+        },
+        "required": ["data"],
+    })
 }
 
 /// The schemas of all request bodies in `operations`, by name.

@@ -50,6 +50,13 @@ pub(crate) fn tokenize(
     if is_chat && fields.get("prompt").is_some() {
         return Err(fields.invalid("prompt", "cannot stand beside messages: send one of them"));
     }
+    if !is_chat
+        && let Some(field) = native::TOKENIZE_CHAT.iter().find(|field| fields.get(field.name).is_some())
+    {
+        return Err(
+            fields.invalid(field.name, "says how messages are rendered, but there are none; leave it out")
+        );
+    }
     let prompts = if is_chat {
         let tools = tools::read(&fields, config)?;
         OneOrMany::One(chat::prompt(&fields, config, tools.as_ref())?.0)

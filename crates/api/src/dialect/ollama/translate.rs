@@ -2,7 +2,7 @@
 
 use crate::ApiConfig;
 use crate::fields::{Fields, kind};
-use crate::request::Endpoint;
+use crate::request::{Endpoint, policy::shorten};
 use lockstep_core::Refusal;
 use serde_json::{Map, Value, json};
 
@@ -100,7 +100,8 @@ fn think(
             true
         }
         Some(other) => {
-            let message = format!("must be true, false, \"low\", \"medium\" or \"high\", got {other}");
+            let got = other.as_str().map_or(kind(other).into(), |text| format!("{:?}", shorten(text)));
+            let message = format!("must be true, false, \"low\", \"medium\" or \"high\", got {got}");
             return Err(fields.invalid("think", message));
         }
     };
