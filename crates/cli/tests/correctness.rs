@@ -401,9 +401,14 @@ fn e6_a_model_without_a_template_says_so() {
 
 #[test]
 fn every_known_answer_is_tried_somewhere() {
-    // A fixture that is added must be used here or in another test of the binary.
-    let sources =
-        [include_str!("correctness.rs"), include_str!("streaming.rs"), include_str!("processes.rs")];
+    // A fixture that is added must be used here or in another test of the binary or its clients.
+    let sources = [
+        include_str!("correctness.rs"),
+        include_str!("streaming.rs"),
+        include_str!("processes.rs"),
+        include_str!("../../../tests/python/conftest.py"),
+        include_str!("../../../tests/python/test_openai_features.py"),
+    ];
     let unused: Vec<&str> = fixtures::names()
         .into_iter()
         .filter(|name| !sources.iter().any(|s| s.contains(&format!("\"{name}\""))))
