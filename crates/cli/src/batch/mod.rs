@@ -7,7 +7,7 @@
 //!   nothing; it ends the run.
 //! * So the same command, run again after whatever ended it, asks only for what is missing.
 //!
-//! Reading order: [`input`], [`output`], [`send`], [`run`], [`summary`].
+//! Reading order: [`input`], [`output`], [`send`], [`mod@run`], [`summary`].
 
 mod input;
 mod output;

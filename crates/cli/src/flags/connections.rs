@@ -23,7 +23,7 @@ pub struct ConnectionFlags {
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     pub tls_key: Option<PathBuf>,
 
-    /// Origin whose web pages may use the server, e.g. https://chat.example.org; may be given several times. `*`
+    /// Origin whose web pages may use the server, e.g. `https://chat.example.org`; may be given several times. `*`
     /// means all, `none` means none [default: *].
     #[arg(long, value_name = "ORIGIN")]
     pub cors_origin: Vec<String>,
