@@ -18,6 +18,22 @@ impl<'a> Fields<'a> {
         Self { map, path }
     }
 
+    /// The fields of an item of a list, whose path is `path`, say `tools[0].`; a 400 that says what it `holds`
+    /// unless it is an object.
+    pub(crate) fn of_item(item: &'a Value, path: &'a str, holds: &str) -> Result<Self, Refusal> {
+        let Some(map) = item.as_object() else {
+            let name = path.trim_end_matches('.');
+            let message = format!("{name} must be an object with {holds}, got {}", kind(item));
+            return Err(Refusal::invalid_param(name, message));
+        };
+        Ok(Self::new(map, path))
+    }
+
+    /// The whole object.
+    pub(crate) fn map(&self) -> &'a Map<String, Value> {
+        self.map
+    }
+
     /// The value of a field that is there and not null.
     pub(crate) fn get(&self, name: &str) -> Option<&'a Value> {
         self.map.get(name).filter(|value| !value.is_null())

@@ -12,7 +12,7 @@ use crate::metrics;
 use crate::openapi::document::document;
 use crate::parsers::{ReasoningFormat, ToolFormat};
 use crate::request::{self, Call, policy::FieldPolicy};
-use crate::respond::{Answer, json, refuse};
+use crate::respond::{Answer, json, json_or_refusal, refuse};
 use crate::routes;
 use crate::timing;
 use axum::body::Body;
@@ -167,10 +167,7 @@ pub(crate) async fn metrics(State(app): State<Arc<App>>) -> Answer {
 
 /// `POST /debug/flight`: every rank writes what its scheduler was told and decided lately to `--flight-dir`.
 pub(crate) async fn write_flight(State(app): State<Arc<App>>) -> Answer {
-    match app.engine.write_flight().await {
-        Ok(files) => json(&json!({ "files": files })),
-        Err(refusal) => refuse(&refusal),
-    }
+    json_or_refusal(app.engine.write_flight().await.map(|files| json!({ "files": files })))
 }
 
 /// Any other path.

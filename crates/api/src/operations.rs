@@ -8,7 +8,7 @@ use crate::fields::Fields;
 use crate::handlers::App;
 use crate::openapi::native;
 use crate::request::policy::shorten;
-use crate::respond::{Answer, json, refuse};
+use crate::respond::{Answer, json, json_or_refusal, refuse};
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::{Request, Uri};
@@ -78,10 +78,7 @@ pub(crate) async fn unsupported(State(app): State<Arc<App>>, uri: Uri) -> Answer
 
 /// `POST /flush_cache`, `GET /flush_cache`: every rank forgets the cached prefixes that no request holds.
 pub(crate) async fn flush_cache(State(app): State<Arc<App>>) -> Answer {
-    match flushed(&app).await {
-        Ok(answer) => json(&answer),
-        Err(refusal) => refuse(&refusal),
-    }
+    json_or_refusal(flushed(&app).await)
 }
 
 async fn flushed(app: &App) -> Result<Value, Refusal> {
@@ -104,10 +101,8 @@ async fn flushed(app: &App) -> Result<Value, Refusal> {
 /// `POST /abort_request`: `{"rid": "..."}` with the id of an answer or the one that the client gave its request,
 /// or `{"abort_all": true}`. The clients of the aborted requests get their end.
 pub(crate) async fn abort_request(State(app): State<Arc<App>>, request: Request<Body>) -> Answer {
-    match aborted(&app, request).await {
-        Ok(requests_aborted) => json(&json!({ "status": "ok", "requests_aborted": requests_aborted })),
-        Err(refusal) => refuse(&refusal),
-    }
+    let aborted = aborted(&app, request).await;
+    json_or_refusal(aborted.map(|count| json!({ "status": "ok", "requests_aborted": count })))
 }
 
 async fn aborted(app: &App, request: Request<Body>) -> Result<usize, Refusal> {

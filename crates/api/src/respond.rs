@@ -28,6 +28,14 @@ pub(crate) fn json(body: &impl Serialize) -> Answer {
     json_text(StatusCode::OK, to_json(body))
 }
 
+/// A 200 with a JSON body, or the refusal.
+pub(crate) fn json_or_refusal(result: Result<impl Serialize, Refusal>) -> Answer {
+    match result {
+        Ok(body) => json(&body),
+        Err(refusal) => refuse(&refusal),
+    }
+}
+
 /// An answer whose body is JSON text already.
 pub(crate) fn json_text(status: StatusCode, text: String) -> Answer {
     json_body(status, Body::from(text))

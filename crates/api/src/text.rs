@@ -4,7 +4,7 @@ use crate::body::read_object;
 use crate::connection::Connection;
 use crate::handlers::App;
 use crate::request::text::{self, OneOrMany};
-use crate::respond::{Answer, json, refuse};
+use crate::respond::{Answer, json_or_refusal};
 use axum::body::Body;
 use axum::extract::{ConnectInfo, State};
 use axum::http::Request;
@@ -68,10 +68,7 @@ pub(crate) async fn tokenize(
     request: Request<Body>,
 ) -> Answer {
     let _hold = connection.hold();
-    match tokenized(&app, request).await {
-        Ok(answer) => json(&answer),
-        Err(refusal) => refuse(&refusal),
-    }
+    json_or_refusal(tokenized(&app, request).await)
 }
 
 async fn tokenized(app: &App, request: Request<Body>) -> Result<TokenizeAnswer, Refusal> {
@@ -100,10 +97,7 @@ pub(crate) async fn detokenize(
     request: Request<Body>,
 ) -> Answer {
     let _hold = connection.hold();
-    match detokenized(&app, request).await {
-        Ok(answer) => json(&answer),
-        Err(refusal) => refuse(&refusal),
-    }
+    json_or_refusal(detokenized(&app, request).await)
 }
 
 async fn detokenized(app: &App, request: Request<Body>) -> Result<DetokenizeAnswer, Refusal> {

@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Reply, Server, config, delta, get, post};
+use common::{Reply, Server, chat, config, delta, get, post};
 use lockstep_api::parsers::{Opening, ParserChoice, ReasoningFormat, ToolFormat};
 use lockstep_api::{ApiConfig, ApiKeys, Outbound};
 use lockstep_core::{FinishReason, Grammar, Refusal};
@@ -206,13 +206,6 @@ async fn request(extra: Value) -> GenerateRequest {
     let mut client = server.connect().await;
     client.send(post(PATH, &body(extra))).await;
     server.engine.request().await
-}
-
-/// Messages, tools and template variables of a chat prompt.
-fn chat(request: GenerateRequest) -> (Value, Value, Value) {
-    let Prompt::Chat(chat) = request.prompt else { panic!("not a chat") };
-    let json = |text: Option<String>| text.map_or(Value::Null, |text| serde_json::from_str(&text).unwrap());
-    (json(Some(chat.messages_json)), json(chat.tools_json), json(chat.template_kwargs_json))
 }
 
 #[tokio::test]

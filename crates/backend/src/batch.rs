@@ -25,17 +25,18 @@ pub struct AttentionRow {
     pub first_page: u32,
 }
 
-/// The numbers of a step that its operations will be given, one after the other.
+/// The tokens of one step and where they stand: what a forward pass is given, and what its operations will be.
 #[derive(Clone, Copy, Debug)]
-pub struct StepNumbers<'a> {
-    /// Input of [`Backend::embed`](crate::Backend::embed).
+pub struct ForwardInput<'a> {
+    /// Input tokens of all rows, flattened; what [`Backend::embed`](crate::Backend::embed) is given.
     pub token_ids: &'a [u32],
     /// Absolute position of each token.
     pub positions: &'a [u32],
-    /// KV slot of each token.
+    /// KV slot of each token, `page * page_size + offset`.
     pub slots: &'a [u32],
-    /// Input of [`Backend::attention`](crate::Backend::attention).
+    /// Which tokens belong to which request.
     pub batch: AttentionBatch<'a>,
-    /// Input of [`Backend::gather_rows`](crate::Backend::gather_rows).
+    /// Indices of the tokens whose logits are wanted, ascending; what
+    /// [`Backend::gather_rows`](crate::Backend::gather_rows) is given.
     pub logit_tokens: &'a [u32],
 }

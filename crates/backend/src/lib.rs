@@ -23,7 +23,7 @@ pub mod moe;
 pub mod sampler;
 
 pub use bands::Bands;
-pub use batch::{AttentionBatch, AttentionRow, StepNumbers};
+pub use batch::{AttentionBatch, AttentionRow, ForwardInput};
 pub use choice::{CHOSEN_BIT, Choice, RowChoice};
 pub use linear::LinearSpec;
 pub use moe::{ExpertWeights, MoeArgs, MoeShape};
@@ -274,12 +274,6 @@ pub trait Backend {
     /// The first `rows` rows as host memory, row-major. Waits for the device; errors with whatever failed
     /// there since the last call that could say so.
     fn read<'a>(&mut self, x: &'a Self::Tensor, rows: usize) -> Result<std::borrow::Cow<'a, [f32]>>;
-    /// The largest of the first `cols` logits of each row and its column, the first of equal ones, without
-    /// moving the rows to the host; NaN is never taken. `x` is a tensor of [`Backend::tensor_f32`]. `None`
-    /// where reading the rows is as good. Waits for the device; errors as [`Backend::read`].
-    fn argmax(&mut self, _x: &Self::Tensor, _rows: usize, _cols: usize) -> Result<Option<Vec<(f32, u32)>>> {
-        Ok(None)
-    }
 
     // ---- tokens chosen on the device --------------------------------------------------------
 
@@ -312,7 +306,7 @@ pub trait Backend {
         unreachable!("only where steps are recorded")
     }
     /// Brings the numbers of the next step to the device, where its operations, queued or replayed, find them.
-    fn stage(&mut self, _numbers: &StepNumbers<'_>) -> Result<()> {
+    fn stage(&mut self, _step: &ForwardInput<'_>) -> Result<()> {
         Ok(())
     }
     /// Records what `queue` queues, without running it: the operations of a step whose numbers have been

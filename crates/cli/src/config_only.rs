@@ -1,8 +1,10 @@
 //! A model folder with nothing but a `config.json`: enough for `plan` and for made-up weights.
 
 use crate::error::{CliError, Result};
+use crate::flags::model::DtypeFlag;
 use lockstep_core::config::hf;
 use lockstep_core::{DType, ExitCode, ModelConfig};
+use lockstep_engine::DummySpec;
 use std::path::Path;
 
 /// Description and own element type of a folder without weights.
@@ -30,4 +32,11 @@ pub fn config_only(folder: &Path) -> Result<(ModelConfig, DType)> {
         }
     };
     Ok((config, dtype))
+}
+
+/// Weights to make up from `seed` for a folder without any, in the type that `--dtype` or else the config names.
+pub fn dummy_spec(folder: &Path, dtype: &DtypeFlag, seed: u64) -> Result<DummySpec> {
+    let (config, own) = config_only(folder)?;
+    let dtype = dtype.convert().map_err(CliError::with(ExitCode::Flags))?.unwrap_or(own);
+    Ok(DummySpec { config, dtype, seed })
 }

@@ -2,9 +2,8 @@
 
 use crate::logits::LogitRow;
 use crate::{EngineError, Result};
-use lockstep_backend::{AttentionBatch, AttentionRow};
+use lockstep_backend::{AttentionBatch, AttentionRow, ForwardInput};
 use lockstep_core::{PageId, StepId, TokenId};
-use lockstep_model::ForwardInput;
 use lockstep_scheduler::{RowInput, StepPlan};
 
 /// Model inputs of one step, reused.

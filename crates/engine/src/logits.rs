@@ -115,11 +115,6 @@ impl LogitsReader {
         Choice { rows, local_vocab, local_real, vocab_size }
     }
 
-    /// Columns of a row that are tokens of the model.
-    pub(crate) fn local_real(&self) -> usize {
-        self.local_real
-    }
-
     /// Chooses one token per row of `plan` that samples, from `local` `[logits, local_vocab]`.
     /// **Collective: all ranks of the TP group.**
     pub(crate) fn choose(
@@ -140,6 +135,7 @@ impl LogitsReader {
         }
     }
 
+    /// [`LogitsReader::choose`] where [`takes_only_best`] holds.
     fn choose_greedy(
         &mut self,
         local: &[f32],
@@ -147,25 +143,11 @@ impl LogitsReader {
         collective: &dyn Collective,
         tokens: &mut Vec<TokenId>,
     ) -> Result<()> {
-        let of_row = |row: &[f32]| argmax(&row[..self.local_real]).unwrap_or((f32::NEG_INFINITY, 0));
-        let best = local.chunks_exact(self.local_vocab).take(count).map(of_row);
-        let best: Vec<(f32, u32)> = best.map(|(logit, index)| (logit, index as u32)).collect();
-        self.choose_best(&best, collective, tokens)
-    }
-
-    /// As [`LogitsReader::choose`] where [`takes_only_best`] holds, from each row's largest logit on this
-    /// rank and its column. **Collective: all ranks of the TP group.**
-    pub(crate) fn choose_best(
-        &mut self,
-        best: &[(f32, u32)],
-        collective: &dyn Collective,
-        tokens: &mut Vec<TokenId>,
-    ) -> Result<()> {
-        let count = best.len();
         self.row.clear();
-        for (logit, column) in best {
+        for logits in local.chunks_exact(self.local_vocab).take(count) {
+            let (logit, column) = argmax(&logits[..self.local_real]).unwrap_or((f32::NEG_INFINITY, 0));
             // The id travels as the bits of an f32: gathers copy bytes, never values.
-            self.row.extend([*logit, f32::from_bits(self.first_id as u32 + column)]);
+            self.row.extend([logit, f32::from_bits((self.first_id + column) as u32)]);
         }
         self.gathered.clear();
         self.gathered.resize(self.row.len() * collective.size(), 0.0);
@@ -312,7 +294,7 @@ impl LogitsReader {
 }
 
 /// Whether each of `rows` takes its most likely token, so that nothing else of the logits is looked at.
-pub(crate) fn takes_only_best(plan: &StepPlan, rows: &[LogitRow]) -> bool {
+fn takes_only_best(plan: &StepPlan, rows: &[LogitRow]) -> bool {
     rows.iter().all(|row| takes_most_likely(&plan.rows[row.row]))
 }
 

@@ -34,7 +34,7 @@ impl<B: Backend> Recordings<B> {
             return model.forward(inputs);
         };
         inputs.pad(rows, model.backend.padding_page(&model.cache));
-        model.backend.stage(&inputs.forward_input().numbers()).map_err(EngineError::from)?;
+        model.backend.stage(&inputs.forward_input()).map_err(EngineError::from)?;
         if let Some(recording) = self.by_rows.get(&rows) {
             if model.backend.replay(recording).map_err(EngineError::from)? {
                 return Ok(());
@@ -87,10 +87,8 @@ impl<B: Backend> Recordings<B> {
         rows_max: usize,
         on_progress: &dyn Fn(usize, usize),
     ) -> Result<usize> {
-        let rows_max = rows_max.min(model.work.logits_max());
-        let sizes: BTreeSet<usize> =
-            (1..=rows_max).filter_map(|rows| model.backend.recorded_rows(rows)).collect();
-        let sizes: Vec<usize> = sizes.into_iter().filter(|rows| *rows <= model.work.logits_max()).collect();
+        let sizes = (1..=rows_max).filter_map(|rows| model.backend.recorded_rows(rows));
+        let sizes: BTreeSet<usize> = sizes.filter(|rows| *rows <= model.work.logits_max()).collect();
         for (done, &rows) in sizes.iter().rev().enumerate() {
             for _ in 0..2 {
                 inputs.fill_with_padding(rows, model.backend.padding_page(&model.cache));

@@ -5,7 +5,7 @@
 //! device has them ([`crate::recordings`]).
 
 use crate::inputs::Inputs;
-use crate::logits::{Chosen, LogitsReader, leaves_logits, takes_only_best};
+use crate::logits::{Chosen, LogitsReader, leaves_logits};
 use crate::masks;
 use crate::recordings::Recordings;
 use crate::{EngineError, Result};
@@ -137,15 +137,16 @@ impl<B: Backend> ModelRunner<B> {
 
     /// Whether the device chooses all tokens of a step; if so, how, in `self.choices`.
     fn device_chooses(&mut self, plan: &StepPlan) -> bool {
-        self.choices.clear();
-        for row in plan.rows.iter().filter(|row| row.samples || row.prompt_logits) {
+        let Self { model, inputs, choices, .. } = self;
+        choices.clear();
+        for row in inputs.logit_rows().iter().map(|logits| &plan.rows[logits.row]) {
             let choice = RowChoice::new(&row.sampling, row.output_index);
-            if !leaves_logits(row) || !self.model.backend.can_choose(&choice) {
+            if !leaves_logits(row) || !model.backend.can_choose(&choice) {
                 return false;
             }
-            self.choices.push(choice);
+            choices.push(choice);
         }
-        !self.choices.is_empty()
+        !choices.is_empty()
     }
 }
 
@@ -227,11 +228,6 @@ impl<B: Backend> ModelRunner<B> {
         let (logits, rows, count) = (work.logits(), self.inputs.logit_rows(), self.inputs.logit_count());
         if count == 0 {
             return Ok(());
-        }
-        if takes_only_best(plan, rows)
-            && let Some(best) = backend.argmax(logits, count, self.logits.local_real())?
-        {
-            return self.logits.choose_best(&best, &**collective, &mut chosen.tokens);
         }
         let local = backend.read(logits, count)?;
         let finite = count * self.logits.local_vocab();

@@ -13,10 +13,10 @@ use crate::layers::residual::{HalfLayerEnd, ResidualStream};
 use crate::layers::vocab::VocabParallel;
 use crate::loader::Loader;
 use crate::rules::{LayerRules, ModelRules};
-use lockstep_backend::{AttentionBatch, Backend, StepNumbers};
+use lockstep_backend::{Backend, ForwardInput};
 use lockstep_comm::collective::Collective;
 use lockstep_core::shard::{self, HeadShard, VocabShard};
-use lockstep_core::{ModelConfig, ParallelInfo, TokenId};
+use lockstep_core::{ModelConfig, ParallelInfo};
 
 /// One rank's part of a model.
 pub struct Decoder<B: Backend> {
@@ -37,33 +37,6 @@ struct Layer<B: Backend> {
     mlp_input_norm: Norm<B>,
     feed_forward: FeedForward<B>,
     mlp_output_norm: Option<Norm<B>>,
-}
-
-/// The tokens of one step and where they stand.
-pub struct ForwardInput<'a> {
-    /// Input tokens of all rows, flattened.
-    pub token_ids: &'a [TokenId],
-    /// Absolute position of each token.
-    pub positions: &'a [u32],
-    /// KV slot of each token, `page * page_size + offset`.
-    pub slots: &'a [u32],
-    /// Which tokens belong to which request.
-    pub batch: AttentionBatch<'a>,
-    /// Indices of the tokens whose logits are wanted, ascending.
-    pub logit_tokens: &'a [u32],
-}
-
-impl ForwardInput<'_> {
-    /// The same for [`Backend::stage`].
-    pub fn numbers(&self) -> StepNumbers<'_> {
-        StepNumbers {
-            token_ids: self.token_ids,
-            positions: self.positions,
-            slots: self.slots,
-            batch: self.batch,
-            logit_tokens: self.logit_tokens,
-        }
-    }
 }
 
 /// Shown the residual stream `[tokens, hidden]` after the embedding (0) and after each layer (1, 2, ...).

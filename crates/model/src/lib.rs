@@ -24,7 +24,7 @@ pub mod rules;
 pub mod source;
 
 pub use bytes::ShardBytes;
-pub use decoder::{Decoder, ForwardInput, Observer, Workspace};
+pub use decoder::{Decoder, Observer, Workspace};
 pub use dummy::DummyWeights;
 pub use loader::{Loader, Progress};
 pub use rules::ModelRules;

@@ -3,10 +3,10 @@
 use crate::group::{Loaded, Rank, Sizes};
 use crate::place::Form;
 use crate::{Result, VerifyError};
-use lockstep_backend::{AttentionBatch, AttentionRow, Backend};
+use lockstep_backend::{AttentionBatch, AttentionRow, Backend, ForwardInput};
 use lockstep_comm::collective::Collective;
 use lockstep_core::{ParallelInfo, TokenId};
-use lockstep_model::{ForwardInput, Observer, Workspace};
+use lockstep_model::{Observer, Workspace};
 use std::sync::Arc;
 
 /// How sequences come through the model.
@@ -235,7 +235,7 @@ impl Forward {
         // Before it is recorded, too, a step runs once: nothing may be made while it is.
         decoder.forward_observed((&mut *backend, &**collective), &input, cache, work, observe)?;
         if self.schedule.form == Form::Recorded {
-            backend.stage(&input.numbers())?;
+            backend.stage(&input)?;
             let recording = backend.record(|backend| {
                 decoder
                     .forward((backend, &**collective), &input, cache, work)

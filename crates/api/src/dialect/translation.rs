@@ -1,7 +1,29 @@
 //! A request on its way into OpenAI's words.
 
+use crate::fields::Fields;
 use crate::openapi::requests::ENGINE;
-use serde_json::{Map, Value};
+use lockstep_core::Refusal;
+use serde_json::{Map, Value, json};
+
+/// The tools of a request in OpenAI's words: `function` gives what a tool, which `holds` so much, calls its function.
+pub(super) fn tools(
+    fields: &Fields<'_>,
+    holds: &str,
+    function: impl Fn(&Fields<'_>) -> Result<Map<String, Value>, Refusal>,
+) -> Result<Option<Value>, Refusal> {
+    let Some(list) = fields.list("tools")? else { return Ok(None) };
+    let tool_of = |(index, tool)| {
+        let path = format!("tools[{index}].");
+        let function = function(&Fields::of_item(tool, &path, holds)?)?;
+        Ok(json!({"type": "function", "function": function}))
+    };
+    list.iter().enumerate().map(tool_of).collect::<Result<_, _>>().map(Some)
+}
+
+/// The fields of these names that are there.
+pub(super) fn picked(fields: &Fields<'_>, names: &[&str]) -> Map<String, Value> {
+    names.iter().filter_map(|name| Some(((*name).to_owned(), fields.get(name)?.clone()))).collect()
+}
 
 /// The translated request, field by field. What is not there or null is left out.
 #[derive(Debug, Default)]

@@ -82,13 +82,8 @@ fn reasoning_effort(effort: &str, kwargs: &mut Map<String, Value>) {
 }
 
 fn message(index: usize, item: &Value) -> Result<Value, Refusal> {
-    let path = format!("messages[{index}]");
-    let Some(map) = item.as_object() else {
-        let message = format!("{path} must be an object with role and content, got {}", kind(item));
-        return Err(Refusal::invalid_param(path, message));
-    };
-    let path = path + ".";
-    let fields = Fields::new(map, &path);
+    let path = format!("messages[{index}].");
+    let fields = Fields::of_item(item, &path, "role and content")?;
     let Some(role) = fields.string("role")? else {
         return Err(fields.invalid("role", format!("is required: one of {}", ROLES.join(", "))));
     };
@@ -104,7 +99,7 @@ fn message(index: usize, item: &Value) -> Result<Value, Refusal> {
         None => return Err(fields.invalid("content", "is required: a string or a list of text parts")),
     };
     let mut clean = Map::new();
-    for (name, value) in map {
+    for (name, value) in fields.map() {
         match name.as_str() {
             "content" => clean.insert(name.clone(), Value::String(content.clone())),
             "tool_calls" => {

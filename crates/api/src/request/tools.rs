@@ -106,21 +106,16 @@ pub(super) fn read(fields: &Fields<'_>, config: &ApiConfig) -> Result<Option<Too
 
 /// A tool in OpenAI's shape, without its null fields.
 fn tool_of(index: usize, tool: &Value) -> Result<Value, Refusal> {
-    let path = format!("tools[{index}]");
-    let Some(map) = tool.as_object() else {
-        let message = format!("{path} must be an object with type and function, got {}", kind(tool));
-        return Err(Refusal::invalid_param(path, message));
-    };
-    let prefix = format!("{path}.");
-    let fields = Fields::new(map, &prefix);
+    let path = format!("tools[{index}].");
+    let fields = Fields::of_item(tool, &path, "type and function")?;
     if fields.string("type")?.unwrap_or("function") != "function" {
         return Err(fields.invalid("type", "must be \"function\": other tools run on OpenAI's servers"));
     }
     let Some(function) = fields.object("function")? else {
         return Err(fields.invalid("function", "is required: {\"name\": ..., \"parameters\": {...}}"));
     };
-    check_function(function, &format!("{prefix}function."))?;
-    let mut clean = without_nulls(map);
+    check_function(function, &fields.path_of("function"))?;
+    let mut clean = without_nulls(fields.map());
     clean.insert("type".into(), "function".into());
     clean.insert("function".into(), Value::Object(without_nulls(function)));
     Ok(Value::Object(clean))

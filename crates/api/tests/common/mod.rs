@@ -264,3 +264,10 @@ impl Client {
         &self.buffer
     }
 }
+
+/// Messages, tools and template variables of a chat prompt.
+pub fn chat(request: GenerateRequest) -> (Value, Value, Value) {
+    let lockstep_wire::Prompt::Chat(chat) = request.prompt else { panic!("not a chat") };
+    let json = |text: Option<String>| text.map_or(Value::Null, |text| serde_json::from_str(&text).unwrap());
+    (json(Some(chat.messages_json)), json(chat.tools_json), json(chat.template_kwargs_json))
+}

@@ -5,7 +5,7 @@
 //! are opened when the first backend is made, and a machine without them gets one sentence.
 //!
 //! **Invariants**
-//! * Everything runs on one stream, in call order; the host waits in [`Backend::read`], [`Backend::argmax`] and
+//! * Everything runs on one stream, in call order; the host waits in [`Backend::read`] and
 //!   [`Backend::take_chosen`] only.
 //! * Memory is taken at start-up; the lists of a step grow to the largest step and then stay. When one moves,
 //!   recordings are made anew.
@@ -36,8 +36,8 @@ pub use recording::CudaRecording;
 pub use tensor::{CudaLinear, CudaRopeTable, CudaTensor, CudaVector};
 
 use crate::{
-    Attention, Backend, BackendError, Choice, ExpertWeights, KvLayout, LinearSpec, MoeArgs, MoeShape,
-    ReduceAddNorm, Result, RopeAndStore, RowChoice, StepNumbers,
+    Attention, Backend, BackendError, Choice, ExpertWeights, ForwardInput, KvLayout, LinearSpec, MoeArgs,
+    MoeShape, ReduceAddNorm, Result, RopeAndStore, RowChoice,
 };
 use attention::AttentionStep;
 use choose::Chooser;
@@ -173,6 +173,21 @@ impl CudaBackend {
         assert!(bytes.len() <= tensor.buffer.bytes(), "the values fit the tensor");
         // SAFETY: by the assertion.
         unsafe { self.staging.get_mut().copy_in(tensor.buffer.address(), &bytes) }
+    }
+
+    /// The largest of the first `cols` logits of each row, and its column, on the host.
+    pub(crate) fn best_logits(
+        &mut self,
+        x: &CudaTensor,
+        rows: usize,
+        cols: usize,
+    ) -> Result<Vec<(f32, u32)>> {
+        let pairs = self.chooser.queue_best(x.rows(rows, x.cols, DType::F32), rows, x.cols, cols)?;
+        // SAFETY: `queue_best` has a pair for each row.
+        let copied = unsafe { self.staging.get_mut().copy_out(pairs, rows * size_of::<[u32; 2]>())? };
+        let word = |bytes: &[u8]| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        let pair = |pair: &[u8; 8]| (f32::from_bits(word(&pair[..4])), word(&pair[4..]));
+        Ok(copied.as_chunks::<8>().0.iter().map(pair).collect())
     }
 
     fn reduce(&self, collective: &dyn Collective, x: &CudaTensor, rows: usize) -> Result<()> {
@@ -422,15 +437,6 @@ impl Backend for CudaBackend {
         unsafe { self.kernels.gather_rows.launch(Grid::rows(rows.len(), 128), args) };
     }
 
-    fn argmax(&mut self, x: &CudaTensor, rows: usize, cols: usize) -> Result<Option<Vec<(f32, u32)>>> {
-        let pairs = self.chooser.queue_best(x.rows(rows, x.cols, DType::F32), rows, x.cols, cols)?;
-        // SAFETY: `queue_best` has a pair for each row.
-        let copied = unsafe { self.staging.get_mut().copy_out(pairs, rows * size_of::<[u32; 2]>())? };
-        let word = |bytes: &[u8]| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-        let pair = |pair: &[u8; 8]| (f32::from_bits(word(&pair[..4])), word(&pair[4..]));
-        Ok(Some(copied.as_chunks::<8>().0.iter().map(pair).collect()))
-    }
-
     fn can_choose(&self, _row: &RowChoice) -> bool {
         true
     }
@@ -457,12 +463,12 @@ impl Backend for CudaBackend {
         cache.padding_page()
     }
 
-    fn stage(&mut self, numbers: &StepNumbers<'_>) -> Result<()> {
-        self.set(|lists| &mut lists.ids, numbers.token_ids)?;
-        self.set(|lists| &mut lists.positions, numbers.positions)?;
-        self.set(|lists| &mut lists.slots, numbers.slots)?;
-        self.set(|lists| &mut lists.rows, numbers.logit_tokens)?;
-        self.attention.stage(self.staging.get_mut(), &numbers.batch, self.dtype != DType::F32)
+    fn stage(&mut self, step: &ForwardInput<'_>) -> Result<()> {
+        self.set(|lists| &mut lists.ids, step.token_ids)?;
+        self.set(|lists| &mut lists.positions, step.positions)?;
+        self.set(|lists| &mut lists.slots, step.slots)?;
+        self.set(|lists| &mut lists.rows, step.logit_tokens)?;
+        self.attention.stage(self.staging.get_mut(), &step.batch, self.dtype != DType::F32)
     }
 
     fn record<E: From<BackendError>>(

@@ -129,6 +129,12 @@ pub(crate) trait Probe: Backend {
     /// Replaces the first rows.
     fn put(&mut self, tensor: &mut Self::Tensor, values: &[f32]) -> Result<()>;
 
+    /// The largest of the first `cols` logits of each row and its column, as the device finds them; `None` on CPUs,
+    /// where the sampler looks for it.
+    fn best(&mut self, _x: &Self::Tensor, _rows: usize, _cols: usize) -> Result<Option<Vec<(f32, u32)>>> {
+        Ok(None)
+    }
+
     /// Activations with these rows.
     fn filled(&mut self, values: &[f32], cols: usize) -> Result<Self::Tensor> {
         let mut tensor = self.tensor((values.len() / cols).max(1), cols)?;
@@ -160,6 +166,10 @@ impl Probe for CpuBackend {
 impl Probe for CudaBackend {
     fn put(&mut self, tensor: &mut CudaTensor, values: &[f32]) -> Result<()> {
         self.write(tensor, values)
+    }
+
+    fn best(&mut self, x: &CudaTensor, rows: usize, cols: usize) -> Result<Option<Vec<(f32, u32)>>> {
+        self.best_logits(x, rows, cols).map(Some)
     }
 }
 

@@ -8,10 +8,10 @@ use crate::flags::model::DtypeFlag;
 use crate::pull;
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
 use lockstep_backend::cuda::{CudaBackend, CudaOptions};
-use lockstep_backend::{AttentionBatch, AttentionRow, Backend, KvLayout};
+use lockstep_backend::{AttentionBatch, AttentionRow, Backend, Choice, ForwardInput, KvLayout, RowChoice};
 use lockstep_comm::collective::OneRank;
-use lockstep_core::{DType, ExitCode, ParallelInfo};
-use lockstep_model::{Decoder, DummyWeights, ForwardInput, Loader, ShardBytes, WeightSource, Workspace};
+use lockstep_core::{DType, ExitCode, ParallelInfo, SamplingParams};
+use lockstep_model::{Decoder, DummyWeights, Loader, ShardBytes, WeightSource, Workspace};
 use lockstep_weights::ModelFiles;
 use std::path::Path;
 use std::time::Instant;
@@ -204,9 +204,18 @@ impl<B: Backend> Run<B> {
             .map_err(CliError::with(ExitCode::Internal))?;
         let internal = CliError::with(ExitCode::Internal);
         // As a server does it for greedy requests.
-        if self.backend.argmax(logits, requests, self.vocab_size).map_err(&internal)?.is_none() {
+        let greedy = vec![RowChoice::new(&SamplingParams::default(), 0); requests];
+        if !self.backend.can_choose(&greedy[0]) {
             std::hint::black_box(self.backend.read(logits, requests).map_err(&internal)?);
+            return Ok(());
         }
-        Ok(())
+        let choice = Choice {
+            rows: &greedy,
+            local_vocab: self.decoder.vocab_shard().padded.len(),
+            local_real: self.vocab_size,
+            vocab_size: self.vocab_size,
+        };
+        self.backend.choose(&OneRank, logits, &choice).map_err(&internal)?;
+        self.backend.take_chosen(&mut Vec::new()).map_err(&internal)
     }
 }

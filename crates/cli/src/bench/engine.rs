@@ -1,6 +1,7 @@
 //! `bench offline` and `bench latency`: the engine itself, loop, scheduler and cache included, in one process.
 
-use crate::config_only::config_only;
+use super::random::Random;
+use crate::config_only::dummy_spec;
 use crate::device::{RankTask, on_device};
 use crate::error::{CliError, Result};
 use crate::flags::model::device_of;
@@ -9,6 +10,7 @@ use crate::logging;
 use crate::pull;
 use crate::serve;
 use lockstep_backend::Backend;
+use lockstep_comm::NcclCollective;
 use lockstep_comm::link::Endpoint;
 use lockstep_comm::shm::{SharedRegion, ShmLayout};
 use lockstep_core::{ExitCode, ModelConfig, ParallelInfo, RequestId, SamplingParams};
@@ -36,9 +38,9 @@ pub fn offline(flags: &OfflineFlags) -> Result<()> {
             format!("--length-min {min} and --length-max {max} leave no length; give 1 <= min <= max");
         return Err(CliError::new(ExitCode::Flags, sentence));
     }
-    let mut random = Random(flags.engine.seed);
+    let mut random = Random::of_seed(flags.engine.seed);
     let lengths: Vec<_> =
-        (0..flags.requests).map(|_| (random.within(min, max), random.within(min, max))).collect();
+        (0..flags.requests).map(|_| (within(&mut random, min, max), within(&mut random, min, max))).collect();
     let requests = engine.requests(&lengths, flags.temperature, &mut random);
     let inputs: usize = lengths.iter().map(|(input, _)| input).sum();
     let runs = engine.run(vec![engine.warm_up(flags.temperature), requests])?;
@@ -65,7 +67,7 @@ pub fn offline(flags: &OfflineFlags) -> Result<()> {
 /// Prints prefill time and time per output token for each batch.
 pub fn latency(flags: &LatencyFlags) -> Result<()> {
     let engine = Engine::new(&flags.engine)?;
-    let mut random = Random(flags.engine.seed);
+    let mut random = Random::of_seed(flags.engine.seed);
     let mut sets = vec![engine.warm_up(flags.temperature)];
     for &batch in &flags.batch {
         // Once to meet every shape, once for the clock.
@@ -146,7 +148,7 @@ impl Engine {
     ) -> Vec<SubmitRequest> {
         let request = |(index, &(prompt, answer)): (usize, &(usize, usize))| SubmitRequest {
             id: RequestId(index as u64),
-            prompt: (0..prompt).map(|_| random.within(0, self.vocab_size - 1) as u32).collect(),
+            prompt: (0..prompt).map(|_| within(random, 0, self.vocab_size - 1) as u32).collect(),
             sampling: SamplingParams {
                 temperature,
                 seed: index as u64,
@@ -163,7 +165,7 @@ impl Engine {
 
     /// A small set that makes everything happen once.
     fn warm_up(&self, temperature: f32) -> Vec<SubmitRequest> {
-        self.requests(&[(64, WARM_TOKENS as usize); 4], temperature, &mut Random(0))
+        self.requests(&[(64, WARM_TOKENS as usize); 4], temperature, &mut Random::of_seed(0))
     }
 
     /// Loads the model on every rank and runs the sets one after the other; gives rank 0's reports.
@@ -174,6 +176,10 @@ impl Engine {
         let region = SharedRegion::create(layout).map_err(|e| internal(e.into()))?;
         let (followers, mut receivers): (Vec<_>, Vec<_>) = (1..self.ranks).map(|_| mpsc::channel()).unzip();
         let started = Instant::now();
+        if self.ranks > 1 {
+            // SAFETY: no rank's thread has been started, and no other thread touches the environment.
+            unsafe { NcclCollective::prepare_environment() };
+        }
         std::thread::scope(|scope| {
             let region = &region;
             let others: Vec<_> = (1..self.ranks)
@@ -204,9 +210,8 @@ fn described(flags: &EngineFlags, path: &Path) -> Result<(ModelConfig, Option<Du
         let files = ModelFiles::open(path).map_err(CliError::with(ExitCode::ModelFiles))?;
         return Ok((files.config().clone(), None));
     }
-    let (config, own) = config_only(path)?;
-    let dtype = flags.dtype.convert().map_err(CliError::with(ExitCode::Flags))?.unwrap_or(own);
-    Ok((config.clone(), Some(DummySpec { config, dtype, seed: flags.seed })))
+    let dummy = dummy_spec(path, &flags.dtype, flags.seed)?;
+    Ok((dummy.config.clone(), Some(dummy)))
 }
 
 /// Sets of requests, run one after the other over one loaded model.
@@ -244,20 +249,7 @@ impl RankTask for Sets {
     }
 }
 
-/// SplitMix64 (Steele et al. 2014): enough for lengths and made-up prompts.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// From `min` to `max`, both included.
-    fn within(&mut self, min: usize, max: usize) -> usize {
-        min + (self.next() % (max - min + 1) as u64) as usize
-    }
+/// A length from `min` to `max`, both included.
+fn within(random: &mut Random, min: usize, max: usize) -> usize {
+    min + (random.next() % (max - min + 1) as u64) as usize
 }

@@ -2,6 +2,7 @@
 
 mod decode;
 mod engine;
+mod random;
 mod serve;
 
 pub use decode::decode;

@@ -2,7 +2,7 @@
 
 use super::memory;
 use super::port::ReservedPort;
-use crate::config_only::config_only;
+use crate::config_only::dummy_spec;
 use crate::error::{CliError, Result};
 use crate::flags::ServeFlags;
 use crate::flags::connections::Connections;
@@ -164,11 +164,10 @@ impl Described {
         let flag_error = CliError::with::<anyhow::Error>(ExitCode::Flags);
         let uses_generation = flags.model.uses_generation_config().map_err(&flag_error)?;
         if let Some(seed) = flags.model.dummy_weights {
-            let (config, own) = config_only(path)?;
-            let dtype = flags.model.dtype.convert().map_err(&flag_error)?.unwrap_or(own);
-            let dummy = Some(DummySpec { config: config.clone(), dtype, seed });
-            let eos_tokens = config.eos_tokens.clone();
-            return Ok(Self { config, eos_tokens, generation: GenerationDefaults::default(), dummy });
+            let dummy = dummy_spec(path, &flags.model.dtype, seed)?;
+            let (config, eos_tokens) = (dummy.config.clone(), dummy.config.eos_tokens.clone());
+            let generation = GenerationDefaults::default();
+            return Ok(Self { config, eos_tokens, generation, dummy: Some(dummy) });
         }
         let files = ModelFiles::open(path).map_err(CliError::with(ExitCode::ModelFiles))?;
         Ok(Self {

@@ -1,12 +1,12 @@
 //! Runs a model folder as a group of rank threads over real shared memory and returns every logit.
 
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
-use lockstep_backend::{AttentionBatch, AttentionRow, Backend, KvLayout};
+use lockstep_backend::{AttentionBatch, AttentionRow, Backend, ForwardInput, KvLayout};
 use lockstep_comm::collective::Collective;
 use lockstep_comm::shm::{SharedRegion, ShmCollective, ShmLayout, ShmOptions};
 use lockstep_core::shard::HeadShard;
 use lockstep_core::{DType, ParallelInfo};
-use lockstep_model::{Decoder, ForwardInput, Loader, ModelRules, ShardBytes, WeightSource, Workspace};
+use lockstep_model::{Decoder, Loader, ModelRules, ShardBytes, WeightSource, Workspace};
 use lockstep_weights::ModelFiles;
 use std::path::Path;
 use std::sync::Arc;

@@ -35,11 +35,7 @@ pub(super) fn messages(fields: &Fields<'_>) -> Result<(Value, bool), Refusal> {
     }
     for (index, item) in list.iter().enumerate() {
         let path = format!("messages[{index}].");
-        let Some(map) = item.as_object() else {
-            let message = format!("must be an object with role and content, got {}", kind(item));
-            return Err(fields.invalid(&format!("messages[{index}]"), message));
-        };
-        chat.message(&Fields::new(map, &path))?;
+        chat.message(&Fields::of_item(item, &path, "role and content")?)?;
     }
     let last = chat.turns.last().filter(|turn| turn.role == "assistant");
     if last.is_some_and(|turn| !turn.calls.is_empty()) {

@@ -9,7 +9,7 @@ use crate::connection::Connection;
 use crate::handlers::App;
 use crate::openapi::anthropic;
 use crate::request::Endpoint;
-use crate::respond::{Answer, json, refuse};
+use crate::respond::{Answer, json_or_refusal};
 use axum::body::Body;
 use axum::extract::{ConnectInfo, State};
 use axum::http::Request;
@@ -24,10 +24,7 @@ pub(crate) async fn count_tokens(
     request: Request<Body>,
 ) -> Answer {
     let _hold = connection.hold();
-    match counted(&app, request).await {
-        Ok(count) => json(&json!({ "input_tokens": count })),
-        Err(refusal) => refuse(&refusal),
-    }
+    json_or_refusal(counted(&app, request).await.map(|count| json!({ "input_tokens": count })))
 }
 
 async fn counted(app: &App, request: Request<Body>) -> Result<usize, Refusal> {

@@ -1,9 +1,9 @@
 //! Anthropic's request in the words of a chat request.
 
-use super::super::translation::Translation;
+use super::super::translation::{Translation, picked, tools};
 use super::content;
 use crate::ApiConfig;
-use crate::fields::{Fields, kind};
+use crate::fields::Fields;
 use crate::request::policy::shorten;
 use lockstep_core::Refusal;
 use serde_json::{Map, Value, json};
@@ -36,41 +36,27 @@ pub(super) fn translate(
         request.set("continue_final_message", Some(true));
         request.set("add_generation_prompt", Some(false));
     }
-    request.set("tools", tools(&fields)?);
+    request.set("tools", tools(&fields, "name and input_schema", function)?);
     tool_choice(&fields, &mut request)?;
     thinking(&fields, config, &mut request)?;
     output_config(&fields, &mut request)?;
     Ok(request.body())
 }
 
-fn tools(fields: &Fields<'_>) -> Result<Option<Value>, Refusal> {
-    let Some(list) = fields.list("tools")? else { return Ok(None) };
-    list.iter().enumerate().map(|(i, tool)| tool_of(i, tool)).collect::<Result<_, _>>().map(Some)
-}
-
-fn tool_of(index: usize, tool: &Value) -> Result<Value, Refusal> {
-    let path = format!("tools[{index}]");
-    let Some(map) = tool.as_object() else {
-        let message = format!("{path} must be an object with name and input_schema, got {}", kind(tool));
-        return Err(Refusal::invalid_param(path, message));
-    };
-    let path = path + ".";
-    let fields = Fields::new(map, &path);
-    if let Some(other) = fields.string("type")?.filter(|kind| *kind != "custom") {
+/// The function of a tool.
+fn function(tool: &Fields<'_>) -> Result<Map<String, Value>, Refusal> {
+    if let Some(other) = tool.string("type")?.filter(|kind| *kind != "custom") {
         let got = shorten(other);
         let message =
             format!("is {got:?}, a tool that only Anthropic's models know; describe it with a schema");
-        return Err(fields.invalid("type", message));
+        return Err(tool.invalid("type", message));
     }
-    let Some(schema) = fields.object("input_schema")? else {
-        return Err(fields.invalid("input_schema", "is required: a JSON schema of type object"));
+    let Some(schema) = tool.object("input_schema")? else {
+        return Err(tool.invalid("input_schema", "is required: a JSON schema of type object"));
     };
-    let mut function = Map::new();
-    for name in ["name", "description", "strict"] {
-        fields.get(name).map(|value| function.insert(name.into(), value.clone()));
-    }
+    let mut function = picked(tool, &["name", "description", "strict"]);
     function.insert("parameters".into(), schema.clone().into());
-    Ok(json!({"type": "function", "function": function}))
+    Ok(function)
 }
 
 fn tool_choice(fields: &Fields<'_>, request: &mut Translation) -> Result<(), Refusal> {

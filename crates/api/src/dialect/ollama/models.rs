@@ -7,7 +7,7 @@ use crate::fields::Fields;
 use crate::handlers::App;
 use crate::openapi::ollama;
 use crate::request;
-use crate::respond::{Answer, json, refuse};
+use crate::respond::{Answer, json, json_or_refusal};
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::Request;
@@ -23,27 +23,21 @@ pub(crate) async fn version(State(app): State<Arc<App>>) -> Answer {
 
 /// `GET /api/tags`
 pub(crate) async fn tags(State(app): State<Arc<App>>) -> Answer {
-    match card(&app).await {
-        Ok(mut card) => {
-            card.insert("modified_at".into(), created(&app.config).into());
-            json(&json!({ "models": [card] }))
-        }
-        Err(refusal) => refuse(&refusal),
-    }
+    json_or_refusal(card(&app).await.map(|mut card| {
+        card.insert("modified_at".into(), created(&app.config).into());
+        json!({ "models": [card] })
+    }))
 }
 
 /// `GET /api/ps`: the served model is always loaded.
 pub(crate) async fn ps(State(app): State<Arc<App>>) -> Answer {
-    match card(&app).await {
-        Ok(mut card) => {
-            let size = card.get("size").cloned().unwrap_or_default();
-            card.insert("size_vram".into(), size);
-            card.insert("expires_at".into(), NEVER.into());
-            card.insert("context_length".into(), app.config.context_max.into());
-            json(&json!({ "models": [card] }))
-        }
-        Err(refusal) => refuse(&refusal),
-    }
+    json_or_refusal(card(&app).await.map(|mut card| {
+        let size = card.get("size").cloned().unwrap_or_default();
+        card.insert("size_vram".into(), size);
+        card.insert("expires_at".into(), NEVER.into());
+        card.insert("context_length".into(), app.config.context_max.into());
+        json!({ "models": [card] })
+    }))
 }
 
 /// When the served model is unloaded, as far as clients may know.
@@ -51,10 +45,7 @@ const NEVER: &str = "9999-12-31T23:59:59Z";
 
 /// `POST /api/show`
 pub(crate) async fn show(State(app): State<Arc<App>>, request: Request<Body>) -> Answer {
-    match shown(&app, request).await {
-        Ok(answer) => json(&answer),
-        Err(refusal) => refuse(&refusal),
-    }
+    json_or_refusal(shown(&app, request).await)
 }
 
 async fn shown(app: &App, request: Request<Body>) -> Result<Value, Refusal> {

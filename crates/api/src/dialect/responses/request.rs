@@ -1,6 +1,6 @@
 //! A request for a response in the words of a chat request, and what the response repeats of it.
 
-use super::super::translation::Translation;
+use super::super::translation::{Translation, picked, tools};
 use super::input;
 use crate::ApiConfig;
 use crate::fields::{Fields, kind};
@@ -38,7 +38,7 @@ pub(super) fn translate(body: &Map<String, Value>) -> Result<Map<String, Value>,
     let mut request = Translation::of(body, &own);
     request.set("max_completion_tokens", body.get("max_output_tokens").cloned());
     request.set("messages", Some(input::messages(&fields)?));
-    request.set("tools", tools(&fields)?);
+    request.set("tools", tools(&fields, "type and name", function)?);
     request.set("tool_choice", tool_choice(&fields)?);
     if includes_logprobs(&fields)? {
         request.set("logprobs", Some(true));
@@ -67,27 +67,12 @@ fn refuse_memory(fields: &Fields<'_>) -> Result<(), Refusal> {
     Ok(())
 }
 
-fn tools(fields: &Fields<'_>) -> Result<Option<Value>, Refusal> {
-    let Some(list) = fields.list("tools")? else { return Ok(None) };
-    list.iter().enumerate().map(|(i, tool)| tool_of(i, tool)).collect::<Result<_, _>>().map(Some)
-}
-
-fn tool_of(index: usize, tool: &Value) -> Result<Value, Refusal> {
-    let path = format!("tools[{index}]");
-    let Some(map) = tool.as_object() else {
-        let message = format!("{path} must be an object with type and name, got {}", kind(tool));
-        return Err(Refusal::invalid_param(path, message));
-    };
-    let path = path + ".";
-    let fields = Fields::new(map, &path);
-    if fields.string("type")? != Some("function") {
-        return Err(fields.invalid("type", "must be \"function\": other tools run on OpenAI's servers"));
+/// The function of a tool.
+fn function(tool: &Fields<'_>) -> Result<Map<String, Value>, Refusal> {
+    if tool.string("type")? != Some("function") {
+        return Err(tool.invalid("type", "must be \"function\": other tools run on OpenAI's servers"));
     }
-    let mut function = Map::new();
-    for name in ["name", "description", "parameters", "strict"] {
-        fields.get(name).map(|value| function.insert(name.into(), value.clone()));
-    }
-    Ok(json!({"type": "function", "function": function}))
+    Ok(picked(tool, &["name", "description", "parameters", "strict"]))
 }
 
 fn tool_choice(fields: &Fields<'_>) -> Result<Option<Value>, Refusal> {

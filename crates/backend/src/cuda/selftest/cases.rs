@@ -165,7 +165,7 @@ fn argmax<P: Probe>(backend: &mut P, mut random: Random) -> Case {
         };
         values.chunks(stride).map(|row| first_largest(&row[..cols])).collect()
     };
-    let best = backend.argmax(&x, rows, cols)?.unwrap_or_else(plain);
+    let best = backend.best(&x, rows, cols)?.unwrap_or_else(plain);
     let result = best.into_iter().flat_map(|(value, at)| [value, at as f32]).collect();
     Ok((result, format!("{rows} rows, {cols} of {stride}, {kinds} kinds")))
 }

@@ -8,11 +8,10 @@
 //! answer; E2E from sending to the last piece or the reason of the end; TPOT from the first text to that end,
 //! divided by the tokens behind the first. Percentiles interpolate linearly, as numpy's do.
 //!
-//! Reading order: [`random`], [`prompts`], [`trace`], [`workload`], [`load`], [`report`].
+//! Reading order: [`random`](super::random), [`prompts`], [`trace`], [`workload`], [`load`], [`report`].
 
 mod load;
 mod prompts;
-mod random;
 mod report;
 mod trace;
 mod workload;

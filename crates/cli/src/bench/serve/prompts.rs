@@ -3,7 +3,7 @@
 //! How many words make so many tokens is asked of the server itself, with two prompts of different
 //! lengths; their difference is the price of a word, the rest that of the chat template.
 
-use super::random::Random;
+use crate::bench::random::Random;
 use crate::client::chunk::Usage;
 use crate::client::{ClientError, Target};
 use crate::flags::bench_serve::{BenchEndpoint, BenchServeFlags, PromptForm};

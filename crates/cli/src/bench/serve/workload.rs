@@ -1,8 +1,8 @@
 //! The whole workload before its first request: bodies as they will be sent, and when.
 
 use super::prompts::{Form, Prompt};
-use super::random::Random;
 use super::trace::TraceLine;
+use crate::bench::random::Random;
 use crate::flags::bench_serve::{Arrival, BenchEndpoint, BenchServeFlags};
 use anyhow::{Result, bail};
 use hyper::body::Bytes;

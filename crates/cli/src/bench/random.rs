@@ -1,10 +1,15 @@
-//! The random numbers of a workload: from the seed alone, one stream per purpose.
+//! The random numbers of a workload: from the seed alone.
 
 /// SplitMix64 (Steele, Lea, Flood 2014): the same numbers on every machine.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
+    /// The one stream of `seed`.
+    pub fn of_seed(seed: u64) -> Self {
+        Self(seed)
+    }
+
     /// Stream `purpose` of `seed`; streams of neighbouring numbers have nothing in common.
     pub fn new(seed: u64, purpose: u64) -> Self {
         let mut mixer = Self(seed);
@@ -13,7 +18,7 @@ impl Random {
     }
 
     /// 64 random bits.
-    fn next(&mut self) -> u64 {
+    pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut x = self.0;
         x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
