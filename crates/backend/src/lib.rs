@@ -296,6 +296,12 @@ pub trait Backend {
 
     // ---- recorded steps ---------------------------------------------------------------------
 
+    /// While on, the first product of each shape takes every way that the device has, timed, and the fastest is kept for
+    /// this and later starts. For start-up: ways differ in the last bits of their results.
+    fn tune(&mut self, _on: bool) -> Result<()> {
+        Ok(())
+    }
+
     /// How many rows the recording has that a decode step of `rows` rows takes, the missing ones as padding;
     /// `None` where such a step is not recorded.
     fn recorded_rows(&self, _rows: usize) -> Option<usize> {

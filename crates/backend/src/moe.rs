@@ -22,6 +22,8 @@ pub struct MoeShape {
     pub experts_per_token: usize,
     /// Width of an expert's inner activation on this rank.
     pub local_inner: usize,
+    /// Width of its input and output.
+    pub hidden: usize,
 }
 
 /// Arguments of [`Backend::moe`].

@@ -67,7 +67,13 @@ impl Model {
         };
         let expert = |_| ExpertWeights { gate_up: linear(2 * INNER, HIDDEN), down: linear(HIDDEN, INNER) };
         let experts = backend.experts((0..6).map(expert).collect()).unwrap();
-        let shape = MoeShape { rows_max: TOKENS, num_experts: 6, experts_per_token: 2, local_inner: INNER };
+        let shape = MoeShape {
+            rows_max: TOKENS,
+            num_experts: 6,
+            experts_per_token: 2,
+            local_inner: INNER,
+            hidden: HIDDEN,
+        };
         let num_pages = (START + TOKENS).div_ceil(16);
         let layout = KvLayout {
             local_layers: 1,

@@ -299,6 +299,7 @@ pub fn mixture_time(options: CpuOptions, shape: MixtureShape) -> Result<Duration
         num_experts: shape.num_experts,
         experts_per_token: shape.experts_per_token,
         local_inner: shape.inner,
+        hidden: shape.hidden,
     })?;
     let mut x = backend.tensor(shape.rows, shape.hidden)?;
     x.rows_mut(shape.rows).fill(1e-3);

@@ -7,6 +7,7 @@
 use super::attention::DecodePlan;
 use super::driver::Device;
 use super::launch::Module;
+use super::ring;
 use crate::{BackendError, Result};
 use lockstep_comm::function_table;
 use lockstep_comm::library::Library;
@@ -29,8 +30,12 @@ pub(super) enum Source {
     Gemv,
     /// `skinny.cu`.
     Skinny,
+    /// `streamed.cu`.
+    Streamed,
     /// `moe.cu`.
     Moe,
+    /// `experts.cu`.
+    Experts,
     /// `sample.cu`; logits are f32 whatever the type.
     Sample,
     /// `attention_token.cu` for heads of at most so many elements.
@@ -52,7 +57,9 @@ impl Source {
             Self::Rope => "rope".into(),
             Self::Gemv => "gemv".into(),
             Self::Skinny => "skinny".into(),
+            Self::Streamed => "streamed".into(),
             Self::Moe => "moe".into(),
+            Self::Experts => "experts".into(),
             Self::Sample => "sample".into(),
             Self::AttentionToken(dim) => format!("attention_token_{dim}"),
             Self::AttentionDecode(dim) => format!("attention_decode_{dim}"),
@@ -65,13 +72,16 @@ impl Source {
     fn text(self) -> String {
         let attention = include_str!("../../kernels/attention.cuh");
         let mma = include_str!("../../kernels/mma.cuh");
+        let ring = include_str!("../../kernels/ring.cuh");
         let parts: &[&str] = match self {
             Self::Pointwise => &[include_str!("../../kernels/pointwise.cu")],
             Self::Norm => &[include_str!("../../kernels/norm.cu")],
             Self::Rope => &[include_str!("../../kernels/rope.cu")],
             Self::Gemv => &[include_str!("../../kernels/gemv.cu")],
             Self::Skinny => &[mma, include_str!("../../kernels/skinny.cu")],
+            Self::Streamed => &[mma, ring, include_str!("../../kernels/streamed.cu")],
             Self::Moe => &[include_str!("../../kernels/moe.cu")],
+            Self::Experts => &[mma, ring, include_str!("../../kernels/experts.cu")],
             Self::Sample => &[include_str!("../../kernels/sample.cu")],
             Self::AttentionToken(_) => &[attention, include_str!("../../kernels/attention_token.cu")],
             Self::AttentionDecode(_) => &[attention, mma, include_str!("../../kernels/attention_decode.cu")],
@@ -100,8 +110,13 @@ impl Source {
         {
             options.push(format!("-DDIM={dim}"));
         }
-        if let Self::AttentionDecode(dim) = self {
-            options.push(format!("-DSTAGES={}", DecodePlan::new(architecture, dim).stages));
+        match self {
+            Self::AttentionDecode(dim) => {
+                options.push(format!("-DSTAGES={}", DecodePlan::new(architecture, dim).stages));
+            }
+            Self::Streamed => options.extend(ring::STREAMED.options(architecture)),
+            Self::Experts => options.extend(ring::GROUPED.options(architecture)),
+            _ => {}
         }
         options
     }
@@ -109,15 +124,14 @@ impl Source {
     /// The kernels of this file on `device`, from the cache or compiled.
     pub fn load(self, device: &Rc<Device>, dtype: DType) -> Result<Module> {
         let (text, options) = (self.text(), self.options(dtype, &device.architecture()));
-        let cached =
-            folders::cache_folder().map(|cache| cache.join("kernels").join(self.cache_name(&text, &options)));
+        let cached = cached_file(&self.name(), "cubin", &depends_on(&text, &options));
         if let Some(code) = cached.as_ref().and_then(|path| std::fs::read(path).ok())
             && let Ok(module) = Module::load(device, &code)
         {
             return Ok(module);
         }
         let started = std::time::Instant::now();
-        let code = Compiler::open()?.compile(&self.name(), &text, &options)?;
+        let code = Compiler::open()?.compile(&self.name(), &text, &options)?.code;
         tracing::info!("compiled {} kernels in {:.1} s", self.name(), started.elapsed().as_secs_f64());
         if let Some(path) = cached
             && let Err(error) = store(&path, &code)
@@ -127,21 +141,35 @@ impl Source {
         Module::load(device, &code)
     }
 
-    fn cache_name(self, text: &str, options: &[String]) -> String {
-        let mut hash = Sha256::new();
-        hash.update(text);
-        options.iter().for_each(|option| hash.update([option.as_bytes(), b"\0"].concat()));
-        let digest: String = hash.finalize()[..12].iter().map(|b| format!("{b:02x}")).collect();
-        format!("{}-{digest}.cubin", self.name())
+    /// The name of its file in the cache, which tells versions apart.
+    pub fn file_name(self, dtype: DType, architecture: &str) -> String {
+        file_name(&self.name(), "cubin", &depends_on(&self.text(), &self.options(dtype, architecture)))
     }
 }
 
-fn store(path: &Path, code: &[u8]) -> std::io::Result<()> {
+fn depends_on(text: &str, options: &[String]) -> Vec<String> {
+    [text].into_iter().map(str::to_owned).chain(options.iter().cloned()).collect()
+}
+
+/// The file of the cache for something that depends on all of `depends_on`; `None` where there is no cache.
+pub(super) fn cached_file(name: &str, extension: &str, depends_on: &[String]) -> Option<PathBuf> {
+    folders::cache_folder().map(|cache| cache.join("kernels").join(file_name(name, extension, depends_on)))
+}
+
+fn file_name(name: &str, extension: &str, depends_on: &[String]) -> String {
+    let mut hash = Sha256::new();
+    depends_on.iter().for_each(|part| hash.update([part.as_bytes(), b"\0"].concat()));
+    let digest: String = hash.finalize()[..12].iter().map(|b| format!("{b:02x}")).collect();
+    format!("{name}-{digest}.{extension}")
+}
+
+/// Writes a file of the cache, whole: by a rename, so that ranks may race.
+pub(super) fn store(path: &Path, content: &[u8]) -> std::io::Result<()> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;
     }
     let unfinished = path.with_extension(format!("{}.part", std::process::id()));
-    std::fs::write(&unfinished, code)?;
+    std::fs::write(&unfinished, content)?;
     std::fs::rename(&unfinished, path)
 }
 
@@ -159,6 +187,14 @@ function_table! {
         log = c"nvrtcGetProgramLog" (Program, *mut c_char);
         destroy = c"nvrtcDestroyProgram" (*mut Program);
     }
+}
+
+/// What came of a source.
+struct Compiled {
+    code: Vec<u8>,
+    /// Warnings, and whatever the options ask for.
+    #[cfg_attr(not(test), expect(dead_code, reason = "the check of all kernels reads it"))]
+    log: String,
 }
 
 /// The compiler library.
@@ -180,8 +216,8 @@ impl Compiler {
         Ok(Self(Nvrtc::load(&library)?))
     }
 
-    /// Machine code of one source. Errors with the compiler's first complaint.
-    fn compile(&self, name: &str, text: &str, options: &[String]) -> Result<Vec<u8>> {
+    /// Machine code of one source. Errors with what the compiler complains of.
+    fn compile(&self, name: &str, text: &str, options: &[String]) -> Result<Compiled> {
         let c_string =
             |text: &str| CString::new(text).expect("invariant: sources and options hold no zero byte");
         let (text, file) = (c_string(text), c_string(&format!("{name}.cu")));
@@ -199,13 +235,13 @@ impl Compiler {
             (nvrtc.log_size)(program, &raw mut log_size);
             let mut log = vec![0u8; log_size];
             (nvrtc.log)(program, log.as_mut_ptr().cast());
-            let log = String::from_utf8_lossy(&log);
-            check(code, name, log.trim_end_matches('\0').trim())?;
+            let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned();
+            check(code, name, &log)?;
             check((nvrtc.code_size)(program, &raw mut size), name, "there is no machine code")?;
             let mut machine_code = vec![0u8; size];
             check((nvrtc.code)(program, machine_code.as_mut_ptr().cast()), name, "there is no machine code")?;
             (nvrtc.destroy)(&raw mut program);
-            Ok(machine_code)
+            Ok(Compiled { code: machine_code, log })
         }
     }
 }
@@ -219,126 +255,4 @@ fn check(code: c_int, name: &str, problem: &str) -> Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const ALL: [Source; 18] = [
-        Source::Pointwise,
-        Source::Norm,
-        Source::Rope,
-        Source::Gemv,
-        Source::Skinny,
-        Source::Moe,
-        Source::Sample,
-        Source::AttentionToken(64),
-        Source::AttentionToken(128),
-        Source::AttentionToken(256),
-        Source::AttentionDecode(64),
-        Source::AttentionDecode(128),
-        Source::AttentionDecode(256),
-        Source::AttentionTile(64),
-        Source::AttentionTile(128),
-        Source::AttentionTile(256),
-        Source::AttentionHopper(64),
-        Source::AttentionHopper(128),
-    ];
-
-    impl Source {
-        /// Kernels that the file must define.
-        fn kernels(self) -> &'static [&'static str] {
-            match self {
-                Self::Pointwise => {
-                    &["embed", "gather_rows", "scale", "softcap", "gated_activation", "poison"]
-                }
-                Self::Norm => &["rms_norm", "add_norm"],
-                Self::Rope => &["rope_and_store"],
-                Self::Gemv => &["gemv_1", "gemv_2", "gemv_1_f32", "gemv_2_f32"],
-                Self::Skinny => &["skinny"],
-                Self::Moe => &["route", "moe_gate_up", "moe_down"],
-                Self::Sample => &["sample_best", "sample_weigh", "sample_pick"],
-                Self::AttentionToken(256) => &["attention_token_1", "attention_token_2", "attention_token_4"],
-                Self::AttentionToken(_) => {
-                    &["attention_token_1", "attention_token_2", "attention_token_4", "attention_token_8"]
-                }
-                Self::AttentionDecode(256) => &["attention_decode_4", "attention_decode_8"],
-                Self::AttentionDecode(_) => {
-                    &["attention_decode_4", "attention_decode_8", "attention_decode_16"]
-                }
-                Self::AttentionTile(_) | Self::AttentionHopper(_) => &["attention_tile"],
-            }
-        }
-    }
-
-    #[test]
-    fn the_cache_tells_sources_types_and_architectures_apart() {
-        let mut names = std::collections::HashSet::new();
-        for source in ALL {
-            for dtype in [DType::F32, DType::Bf16, DType::F16] {
-                for architecture in ["sm_80", "sm_90a"] {
-                    assert!(
-                        names.insert(source.cache_name(&source.text(), &source.options(dtype, architecture)))
-                    );
-                }
-            }
-        }
-    }
-
-    /// Compiles every kernel for every architecture where the compiler library is installed
-    /// (`LOCKSTEP_TEST_NVRTC=1` makes its absence a failure; no GPU is needed).
-    #[test]
-    fn every_kernel_compiles_for_every_architecture() {
-        let compiler = match Compiler::open() {
-            Ok(compiler) => compiler,
-            Err(error) if std::env::var_os("LOCKSTEP_TEST_NVRTC").is_none() => {
-                eprintln!("skipped: {error}");
-                return;
-            }
-            Err(error) => panic!("{error}"),
-        };
-        let jobs: Vec<(&str, Source, DType)> = ["sm_80", "sm_89", "sm_90a", "sm_100a"]
-            .into_iter()
-            .flat_map(|architecture| ALL.map(|source| (architecture, source)))
-            .flat_map(|(architecture, source)| {
-                types(architecture, source).iter().map(move |dtype| (architecture, source, *dtype))
-            })
-            .collect();
-        let next = std::sync::atomic::AtomicUsize::new(0);
-        std::thread::scope(|scope| {
-            for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-                scope.spawn(|| {
-                    while let Some((architecture, source, dtype)) =
-                        jobs.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed))
-                    {
-                        let options = source.options(*dtype, architecture);
-                        let code = compiler.compile(&source.name(), &source.text(), &options).unwrap();
-                        for kernel in source.kernels() {
-                            let found = code.windows(kernel.len()).any(|bytes| bytes == kernel.as_bytes());
-                            assert!(found, "{source:?} {architecture} {dtype:?} has no kernel {kernel}");
-                        }
-                    }
-                });
-            }
-        });
-    }
-
-    /// The types to compile for. On all but the measured architecture one type and one head size are
-    /// enough; the kernels that take tokens one by one differ for f32, and tiles have no f32.
-    fn types(architecture: &str, source: Source) -> &'static [DType] {
-        match (architecture, source) {
-            ("sm_90a", Source::AttentionToken(_) | Source::Sample) => &[DType::F32],
-            (
-                "sm_90a",
-                Source::Skinny
-                | Source::AttentionDecode(_)
-                | Source::AttentionTile(_)
-                | Source::AttentionHopper(_),
-            ) => &[DType::Bf16, DType::F16],
-            (_, Source::AttentionHopper(_)) => &[],
-            ("sm_90a", _) => &[DType::F32, DType::Bf16, DType::F16],
-            (_, Source::AttentionToken(128) | Source::Sample) => &[DType::F32],
-            (_, Source::AttentionDecode(128) | Source::AttentionTile(128)) => &[DType::Bf16],
-            (_, Source::AttentionToken(_) | Source::AttentionDecode(_) | Source::AttentionTile(_)) => &[],
-            _ => &[DType::Bf16],
-        }
-    }
-}
+mod check;

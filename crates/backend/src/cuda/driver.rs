@@ -49,6 +49,7 @@ function_table! {
         event_create = c"cuEventCreate" (*mut Handle, c_uint);
         event_record = c"cuEventRecord" (Handle, Handle);
         event_query = c"cuEventQuery" (Handle);
+        event_elapsed = c"cuEventElapsedTime" (*mut f32, Handle, Handle);
         event_destroy = c"cuEventDestroy_v2" (Handle);
         module_load = c"cuModuleLoadData" (*mut Handle, *const c_void);
         module_function = c"cuModuleGetFunction" (*mut Handle, Handle, *const c_char);
@@ -87,7 +88,9 @@ const NO_DEVICE: c_int = 100;
 const NOT_READY: c_int = 600;
 const STREAM_NON_BLOCKING: c_uint = 1;
 const EVENT_WITHOUT_TIME: c_uint = 2;
+const EVENT_WITH_TIME: c_uint = 0;
 const MULTIPROCESSOR_COUNT: c_int = 16;
+const L2_CACHE_SIZE: c_int = 38;
 const CAPABILITY_MAJOR: c_int = 75;
 const CAPABILITY_MINOR: c_int = 76;
 /// Oldest architecture that the kernels are compiled for (bf16 matrix instructions).
@@ -101,6 +104,10 @@ pub(super) struct Device {
     pub stream: Handle,
     pub name: String,
     pub sm_count: usize,
+    /// Of the second-level cache.
+    pub l2_bytes: usize,
+    /// E.g. 13000 for CUDA 13.0.
+    pub driver_version: usize,
     /// Compute capability, e.g. (9, 0).
     pub capability: (c_int, c_int),
     failure: RefCell<Option<BackendError>>,
@@ -138,10 +145,10 @@ impl Device {
                 version % 1000 / 10
             )));
         }
-        Self::choose(api, index, patience)
+        Self::choose(api, version, index, patience)
     }
 
-    fn choose(api: Driver, index: usize, patience: Option<Duration>) -> Result<Self> {
+    fn choose(api: Driver, version: c_int, index: usize, patience: Option<Duration>) -> Result<Self> {
         let count = read_int(&api, "counting GPUs", |out| {
             // SAFETY: `out` is valid for one int.
             unsafe { (api.device_count)(out) }
@@ -162,6 +169,7 @@ impl Device {
         };
         let capability = (attribute(CAPABILITY_MAJOR)?, attribute(CAPABILITY_MINOR)?);
         let sm_count = attribute(MULTIPROCESSOR_COUNT)?.max(1) as usize;
+        let l2_bytes = attribute(L2_CACHE_SIZE)?.max(0) as usize;
         let mut name = [0u8; 128];
         // SAFETY: the buffer has the size passed; the driver ends the name with a zero.
         let code = unsafe { (api.device_name)(name.as_mut_ptr().cast(), name.len() as c_int, device) };
@@ -185,6 +193,8 @@ impl Device {
             stream,
             name,
             sm_count,
+            l2_bytes,
+            driver_version: version as usize,
             capability,
             failure: RefCell::default(),
             patience,
@@ -297,6 +307,17 @@ fn architecture((major, minor): (c_int, c_int)) -> String {
     format!("sm_{major}{minor}{suffix}")
 }
 
+/// Shared memory of a multiprocessor of an architecture, in NVRTC's name; a block may have 1 KiB less.
+pub(super) fn shared_bytes(architecture: &str) -> usize {
+    let kib = match architecture.trim_end_matches('a') {
+        "sm_90" | "sm_100" | "sm_103" => 228,
+        "sm_80" | "sm_87" => 164,
+        // The least that any other has.
+        _ => 100,
+    };
+    kib << 10
+}
+
 /// A point in the stream.
 pub(super) struct Event {
     device: Rc<Device>,
@@ -306,9 +327,18 @@ pub(super) struct Event {
 impl Event {
     /// One that has not been recorded, which counts as reached.
     pub fn new(device: &Rc<Device>) -> Result<Self> {
+        Self::with(device, EVENT_WITHOUT_TIME)
+    }
+
+    /// The same, for [`Self::us_since`].
+    pub fn timed(device: &Rc<Device>) -> Result<Self> {
+        Self::with(device, EVENT_WITH_TIME)
+    }
+
+    fn with(device: &Rc<Device>, flags: c_uint) -> Result<Self> {
         let mut handle = std::ptr::null_mut();
         // SAFETY: the out-pointer is valid and the context is current.
-        let code = unsafe { (device.api.event_create)(&raw mut handle, EVENT_WITHOUT_TIME) };
+        let code = unsafe { (device.api.event_create)(&raw mut handle, flags) };
         device.check(code, "making an event")?;
         Ok(Self { device: Rc::clone(device), handle })
     }
@@ -318,6 +348,16 @@ impl Event {
         // SAFETY: event and stream live as long as the borrow.
         let code = unsafe { (self.device.api.event_record)(self.handle, self.device.stream) };
         self.device.check(code, "recording an event")
+    }
+
+    /// Microseconds from `start`; both were made by [`Self::timed`] and have been reached.
+    pub fn us_since(&self, start: &Self) -> Result<f32> {
+        let mut milliseconds = 0.0;
+        // SAFETY: the out-pointer is valid and both events live as long as their borrows.
+        let code =
+            unsafe { (self.device.api.event_elapsed)(&raw mut milliseconds, start.handle, self.handle) };
+        self.device.check(code, "reading a time")?;
+        Ok(milliseconds * 1e3)
     }
 }
 

@@ -1,10 +1,11 @@
 //! Matrix products by cuBLASLt: `y[M, N] = x[M, K] W[N, K]ᵀ`, summed in f32.
 //!
-//! In f32 mode products are true f32 (no TF32). **Invariant:** a shape's plan is made once; which
-//! algorithm runs depends on the shape alone, so a step is repeatable.
+//! In f32 mode products are true f32 (no TF32). **Invariant:** a shape's descriptors are made once. Which of its algorithms
+//! runs is for [`Products`](super::products::Products) to say.
 
 use super::driver::{Address, Device};
 use super::memory::Buffer;
+use super::products::Bias;
 use crate::{BackendError, Result};
 use lockstep_comm::function_table;
 use lockstep_comm::library::Library;
@@ -19,6 +20,7 @@ function_table! {
     /// Functions of `libcublasLt.so`; names and types as in `cublasLt.h`.
     CublasLt {
         create = c"cublasLtCreate" (*mut Opaque);
+        version = c"cublasLtGetVersion" ();
         operation_create = c"cublasLtMatmulDescCreate" (*mut Opaque, c_int, c_int);
         operation_set = c"cublasLtMatmulDescSetAttribute" (Opaque, c_int, *const c_void, usize);
         layout_create = c"cublasLtMatrixLayoutCreate" (*mut Opaque, c_int, u64, u64, i64);
@@ -32,11 +34,17 @@ function_table! {
     }
 }
 
+/// `cublasLtMatmulAlgo_t`: how the library runs a product; means something to the same version alone.
+pub(super) type Algorithm = [u64; 8];
+
+/// Algorithms of a shape that the library is asked for; it has no more.
+pub(super) const ALGORITHMS_MAX: usize = 8;
+
 /// `cublasLtMatmulHeuristicResult_t`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Candidate {
-    algorithm: [u64; 8],
+    algorithm: Algorithm,
     workspace_bytes: usize,
     state: c_int,
     waves: f32,
@@ -83,7 +91,6 @@ struct Plan {
     weights: Opaque,
     input: Opaque,
     output: Opaque,
-    algorithm: [u64; 8],
 }
 
 /// The addresses of one product.
@@ -93,8 +100,8 @@ pub(super) struct Operands {
     pub weights: Address,
     /// `[m, k]`.
     pub x: Address,
-    /// `[n]`, of the type of y.
-    pub bias: Option<Address>,
+    /// `[n]`.
+    pub bias: Option<Bias>,
     /// `[m, n]`.
     pub y: Address,
 }
@@ -130,23 +137,26 @@ impl Gemm {
         Ok(Self { device, api, handle, preference, workspace, dtype, plans: HashMap::new() })
     }
 
-    /// Queues one product.
+    /// The library's version, which fits an int though it is declared wider.
+    pub fn version(&self) -> usize {
+        // SAFETY: the function takes nothing and may be called at any time.
+        unsafe { (self.api.version)() as usize }
+    }
+
+    /// Queues one product by one of the shape's algorithms.
     ///
     /// # Safety
     /// The operands are valid for `shape` and do not overlap.
-    pub unsafe fn run(&mut self, shape: Shape, operands: Operands) -> Result<()> {
-        if !self.plans.contains_key(&shape) {
-            let plan = self.plan(shape)?;
-            self.plans.insert(shape, plan);
-        }
+    pub unsafe fn run(&mut self, shape: Shape, algorithm: &Algorithm, operands: Operands) -> Result<()> {
+        self.make_plan(shape)?;
         let plan = &self.plans[&shape];
         let (one, zero) = (1.0f32, 0.0f32);
         // SAFETY: the plan's descriptors were made for this shape; scalars are host floats, as the
         // default pointer mode wants; the rest is the caller's promise.
         unsafe {
             if let Some(bias) = operands.bias {
-                let code =
-                    (self.api.operation_set)(plan.operation, BIAS_POINTER, (&raw const bias).cast(), 8);
+                let pointer = (&raw const bias.rounded).cast();
+                let code = (self.api.operation_set)(plan.operation, BIAS_POINTER, pointer, 8);
                 check(code, "setting a bias")?;
             }
             let code = (self.api.matmul)(
@@ -162,7 +172,7 @@ impl Gemm {
                 plan.output,
                 operands.y,
                 plan.output,
-                &raw const plan.algorithm,
+                std::ptr::from_ref(algorithm),
                 self.workspace.address(),
                 WORKSPACE_BYTES,
                 self.device.stream,
@@ -171,12 +181,56 @@ impl Gemm {
         }
     }
 
-    /// Descriptors and algorithm of a shape. In the library's column-major words: `yᵀ[N, M]` is
-    /// `W` (stored `[K, N]`, transposed) times `xᵀ[K, M]`.
+    /// At most `most` algorithms that the library has for a shape, the one that it takes for the fastest first; at
+    /// least one. Panics when `most` is not in `1..=ALGORITHMS_MAX`.
+    pub fn algorithms(&mut self, shape: Shape, most: usize) -> Result<Vec<Algorithm>> {
+        assert!((1..=ALGORITHMS_MAX).contains(&most), "{most} algorithms");
+        self.make_plan(shape)?;
+        let plan = &self.plans[&shape];
+        let operation = || format!("choosing an algorithm for {shape:?}");
+        let mut found: c_int = 0;
+        // SAFETY: descriptors are valid, and room for as many candidates as are asked for is passed; zeros are a
+        // candidate.
+        let candidates = unsafe {
+            let mut room = [std::mem::zeroed::<Candidate>(); ALGORITHMS_MAX];
+            let code = (self.api.heuristic)(
+                self.handle,
+                plan.operation,
+                plan.weights,
+                plan.input,
+                plan.output,
+                plan.output,
+                self.preference,
+                most as c_int,
+                room.as_mut_ptr(),
+                &raw mut found,
+            );
+            check(code, &operation())?;
+            room
+        };
+        let usable = candidates[..(found.max(0) as usize).min(most)].iter().filter(|c| c.state == 0);
+        let algorithms: Vec<Algorithm> = usable.map(|candidate| candidate.algorithm).collect();
+        if algorithms.is_empty() {
+            let problem = "cuBLASLt has none".into();
+            return Err(BackendError::Device { operation: operation(), problem });
+        }
+        Ok(algorithms)
+    }
+
+    fn make_plan(&mut self, shape: Shape) -> Result<()> {
+        if !self.plans.contains_key(&shape) {
+            let plan = self.plan(shape)?;
+            self.plans.insert(shape, plan);
+        }
+        Ok(())
+    }
+
+    /// Descriptors of a shape. In the library's column-major words: `yᵀ[N, M]` is `W` (stored `[K, N]`,
+    /// transposed) times `xᵀ[K, M]`.
     fn plan(&self, shape: Shape) -> Result<Plan> {
         let Shape { m, n, k, out, bias } = shape;
         let (api, null) = (&self.api, std::ptr::null_mut());
-        let mut plan = Plan { operation: null, weights: null, input: null, output: null, algorithm: [0; 8] };
+        let mut plan = Plan { operation: null, weights: null, input: null, output: null };
         let layout = |target: &mut Opaque, dtype: DType, rows: usize, columns: usize| {
             // SAFETY: the out-pointer is valid; the leading dimension is the number of rows.
             let code = unsafe {
@@ -187,8 +241,7 @@ impl Gemm {
         layout(&mut plan.weights, self.dtype, k, n)?;
         layout(&mut plan.input, self.dtype, k, m)?;
         layout(&mut plan.output, out, n, m)?;
-        let (mut found, mut candidate) = (0, None);
-        // SAFETY: descriptors are valid; attributes are ints; room for one candidate is passed.
+        // SAFETY: the out-pointer is valid; attributes are ints.
         unsafe {
             let code = (api.operation_create)(&raw mut plan.operation, COMPUTE_F32, data_type(DType::F32));
             check(code, "describing a product")?;
@@ -200,28 +253,7 @@ impl Gemm {
             if bias {
                 set(EPILOGUE, &EPILOGUE_BIAS)?;
             }
-            let mut room = std::mem::zeroed::<Candidate>();
-            let code = (api.heuristic)(
-                self.handle,
-                plan.operation,
-                plan.weights,
-                plan.input,
-                plan.output,
-                plan.output,
-                self.preference,
-                1,
-                &raw mut room,
-                &raw mut found,
-            );
-            check(code, &format!("choosing an algorithm for {shape:?}"))?;
-            if found > 0 && room.state == 0 {
-                candidate = Some(room.algorithm);
-            }
         }
-        plan.algorithm = candidate.ok_or_else(|| BackendError::Device {
-            operation: format!("choosing an algorithm for {shape:?}"),
-            problem: "cuBLASLt has none".into(),
-        })?;
         Ok(plan)
     }
 }

@@ -45,6 +45,14 @@ impl Buffer {
         Ok(buffer)
     }
 
+    /// Queues filling it with `byte`.
+    pub fn fill(&self, byte: u8) -> Result<()> {
+        // SAFETY: the range is allocated.
+        let code =
+            unsafe { (self.device.api.fill_bytes)(self.address, byte, self.bytes, self.device.stream) };
+        self.device.check(code, "filling memory")
+    }
+
     /// Where it starts; aligned to 256 bytes.
     pub fn address(&self) -> Address {
         self.address

@@ -13,7 +13,7 @@
 //!   to a bound); they are not bit-equal across batches.
 //! * An operation that cannot return an error keeps it; the next one that can reports it.
 //!
-//! Reading order: `driver`, `memory`, `compile`, `launch`, `tensor`, `gemm`, `few_rows`, `attention`, `moe`, `sample`, `choose`,
+//! Reading order: `driver`, `memory`, `compile`, `launch`, `tensor`, `gemm`, `ring`, `few_rows`, `products`, `attention`, `moe`, `sample`, `choose`,
 //! `recording`; [`selftest`] compares with the CPU.
 
 mod attention;
@@ -25,7 +25,10 @@ mod gemm;
 mod launch;
 mod memory;
 mod moe;
+mod product_times;
+mod products;
 mod recording;
+mod ring;
 mod sample;
 pub mod selftest;
 mod tensor;
@@ -43,13 +46,12 @@ use attention::AttentionStep;
 use choose::Chooser;
 use compile::Source;
 use driver::{Address, Device};
-use few_rows::FewRows;
-use gemm::{Gemm, Operands, Shape};
 use launch::{Args, Grid, Kernel, Module};
 use lockstep_comm::collective::{Collective, StreamHandle};
 use lockstep_core::config::{Activation, RopeFrequencies};
 use lockstep_core::{DType, PageId, TokenId};
 use memory::{List, Staging};
+use products::Products;
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -74,8 +76,7 @@ pub struct CudaBackend {
     device: Rc<Device>,
     dtype: DType,
     kernels: Kernels,
-    few_rows: FewRows,
-    gemm: Gemm,
+    products: Products,
     staging: RefCell<Staging>,
     attention: AttentionStep,
     lists: StepLists,
@@ -132,8 +133,7 @@ impl CudaBackend {
             dtype: options.dtype,
             kernels: Kernels::load(&device, &pointwise, options.dtype)?,
             chooser: Chooser::new(&device, &pointwise)?,
-            few_rows: FewRows::new(&device, options.dtype)?,
-            gemm: Gemm::new(&device, options.dtype)?,
+            products: Products::new(&device, options.dtype)?,
             staging: RefCell::new(Staging::new(&device)?),
             attention: AttentionStep::new(&device)?,
             lists: StepLists::default(),
@@ -306,19 +306,10 @@ impl Backend for CudaBackend {
         rows: usize,
         out: &mut CudaTensor,
     ) {
-        let (n, k) = (w.spec.out_features, w.spec.in_features);
-        let (from, to) = (x.rows(rows, k, self.dtype), out.rows(rows, n, out.dtype));
-        if rows == 0 {
-            return;
-        }
-        let shape = Shape { m: rows, n, k, out: out.dtype, bias: bias.is_some() };
-        let exact = bias.map(|bias| bias.exact(n));
-        let operands = Operands { weights: w.buffer.address(), x: from, bias: exact, y: to };
-        // SAFETY: matrix, bias and both tensors have the sizes that were checked.
-        if !unsafe { self.few_rows.run(&shape, &operands) } {
-            let bias = bias.map(|bias| bias.rounded.address());
-            // SAFETY: as above.
-            let result = unsafe { self.gemm.run(shape, Operands { bias, ..operands }) };
+        let (shape, operands) = self.products.describe(w, x, bias, rows, out);
+        if rows > 0 {
+            // SAFETY: `describe` has checked the sizes.
+            let result = unsafe { self.products.run(shape, operands) };
             self.device.keep(result);
         }
     }
@@ -453,6 +444,10 @@ impl Backend for CudaBackend {
 
     fn take_chosen(&mut self, tokens: &mut Vec<TokenId>) -> Result<()> {
         self.chooser.take(tokens)
+    }
+
+    fn tune(&mut self, on: bool) -> Result<()> {
+        self.products.tune(on)
     }
 
     fn recorded_rows(&self, rows: usize) -> Option<usize> {

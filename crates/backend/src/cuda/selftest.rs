@@ -9,7 +9,7 @@ mod cases;
 mod choose;
 mod decode;
 
-use super::{CudaBackend, CudaOptions, CudaTensor};
+use super::{CudaBackend, CudaLinear, CudaOptions, CudaTensor, CudaVector};
 use crate::cpu::{CpuBackend, CpuOptions, CpuTensor};
 use crate::{Backend, Result};
 use half::{bf16, f16};
@@ -135,6 +135,18 @@ pub(crate) trait Probe: Backend {
         Ok(None)
     }
 
+    /// [`Backend::matmul`] of a matrix, rows and bias by one of the device's ways, chosen by `number`; CPUs have one.
+    fn matmul_by(
+        &mut self,
+        _number: usize,
+        (w, x, bias): (&Self::Linear, &Self::Tensor, Option<&Self::Vector>),
+        rows: usize,
+        out: &mut Self::Tensor,
+    ) -> Result<()> {
+        self.matmul(w, x, bias, rows, out);
+        Ok(())
+    }
+
     /// Activations with these rows.
     fn filled(&mut self, values: &[f32], cols: usize) -> Result<Self::Tensor> {
         let mut tensor = self.tensor((values.len() / cols).max(1), cols)?;
@@ -170,6 +182,19 @@ impl Probe for CudaBackend {
 
     fn best(&mut self, x: &CudaTensor, rows: usize, cols: usize) -> Result<Option<Vec<(f32, u32)>>> {
         self.best_logits(x, rows, cols).map(Some)
+    }
+
+    fn matmul_by(
+        &mut self,
+        number: usize,
+        (w, x, bias): (&CudaLinear, &CudaTensor, Option<&CudaVector>),
+        rows: usize,
+        out: &mut CudaTensor,
+    ) -> Result<()> {
+        let (shape, operands) = self.products.describe(w, x, bias, rows, out);
+        let ways = self.products.ways(shape)?;
+        // SAFETY: `describe` has checked the sizes.
+        unsafe { self.products.run_by(&ways[number % ways.len()], shape, operands) }
     }
 }
 

@@ -111,14 +111,17 @@ impl<B: Backend> FeedForwardBuffers<B> {
         let moe = config.moe.as_ref();
         Ok(Self {
             dense: dense_inner(config, p).map(dense).transpose()?,
-            sparse: moe.map(|moe| MoeBuffers::new(backend, moe, p, tokens_max)).transpose()?,
+            sparse: moe
+                .map(|moe| MoeBuffers::new(backend, moe, config.hidden_size, p, tokens_max))
+                .transpose()?,
         })
     }
 
     /// Bytes that [`new`](Self::new) asks for.
     pub fn bytes(config: &ModelConfig, p: ParallelInfo, tokens_max: usize) -> usize {
         let dense = dense_inner(config, p).map_or(0, |inner| 3 * inner * tokens_max * size_of::<f32>());
-        dense + config.moe.as_ref().map_or(0, |moe| MoeBuffers::<B>::bytes(moe, p, tokens_max))
+        let sparse = |moe| MoeBuffers::<B>::bytes(moe, config.hidden_size, p, tokens_max);
+        dense + config.moe.as_ref().map_or(0, sparse)
     }
 }
 

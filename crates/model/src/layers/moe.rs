@@ -51,27 +51,34 @@ pub struct MoeBuffers<B: Backend> {
 }
 
 impl<B: Backend> MoeBuffers<B> {
-    /// For steps of at most `rows_max` tokens.
-    pub fn new(backend: &B, moe: &MoeConfig, p: ParallelInfo, rows_max: usize) -> Result<Self> {
+    /// For steps of at most `rows_max` tokens of width `hidden`.
+    pub fn new(
+        backend: &B,
+        moe: &MoeConfig,
+        hidden: usize,
+        p: ParallelInfo,
+        rows_max: usize,
+    ) -> Result<Self> {
         Ok(Self {
             router_logits: backend.tensor_f32(rows_max, moe.num_experts)?,
-            work: backend.moe_workspace(shape(moe, p, rows_max))?,
+            work: backend.moe_workspace(shape(moe, hidden, p, rows_max))?,
         })
     }
 
     /// Bytes that [`new`](Self::new) asks for.
-    pub fn bytes(moe: &MoeConfig, p: ParallelInfo, rows_max: usize) -> usize {
+    pub fn bytes(moe: &MoeConfig, hidden: usize, p: ParallelInfo, rows_max: usize) -> usize {
         let router_logits = rows_max * moe.num_experts * size_of::<f32>();
-        router_logits + B::moe_workspace_bytes(&shape(moe, p, rows_max))
+        router_logits + B::moe_workspace_bytes(&shape(moe, hidden, p, rows_max))
     }
 }
 
-fn shape(moe: &MoeConfig, p: ParallelInfo, rows_max: usize) -> MoeShape {
+fn shape(moe: &MoeConfig, hidden: usize, p: ParallelInfo, rows_max: usize) -> MoeShape {
     MoeShape {
         rows_max,
         num_experts: moe.num_experts,
         experts_per_token: moe.experts_per_token,
         local_inner: RowCut::Even.local(moe.expert_intermediate_size, p).len(),
+        hidden,
     }
 }
 

@@ -74,6 +74,7 @@ impl Layer {
             num_experts: self.experts.len(),
             experts_per_token: self.per_token,
             local_inner: self.inner / tp,
+            hidden: self.hidden,
         };
         let mut work = backend.moe_workspace(shape).unwrap();
         let (logits, x) = (tensor(backend, logits, self.experts.len()), tensor(backend, x, self.hidden));
@@ -254,7 +255,8 @@ fn only_chosen_experts_are_read() {
 
 #[test]
 fn the_workspace_takes_the_bytes_announced() {
-    let shape = MoeShape { rows_max: 2000, num_experts: 128, experts_per_token: 8, local_inner: 768 };
+    let shape =
+        MoeShape { rows_max: 2000, num_experts: 128, experts_per_token: 8, local_inner: 768, hidden: 2048 };
     // 512 tokens at a time: gate and up of each pair, and a little for routing.
     let pairs = 512 * 8 * 2 * 768 * 4;
     let bytes = CpuBackend::moe_workspace_bytes(&shape);

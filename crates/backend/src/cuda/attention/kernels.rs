@@ -1,7 +1,7 @@
 //! The attention kernels for one head size, and how they use an architecture's shared memory.
 
 use super::super::compile::Source;
-use super::super::driver::Device;
+use super::super::driver::{Device, shared_bytes};
 use super::super::launch::{Args, Grid, Kernel};
 use crate::Result;
 use lockstep_core::DType;
@@ -130,18 +130,13 @@ pub(in crate::cuda) struct DecodePlan {
 impl DecodePlan {
     /// For heads of up to `dim` elements on `architecture`, in NVRTC's name.
     pub fn new(architecture: &str, dim: usize) -> Self {
-        let kib = match architecture.trim_end_matches('a') {
-            "sm_90" | "sm_100" | "sm_103" => 228,
-            "sm_80" | "sm_87" => 164,
-            // The least that any other has.
-            _ => 100,
-        };
+        let shared_bytes = shared_bytes(architecture);
         let stages = match dim {
             64 => 3,
             128 => 2,
-            _ => (kib / 75).max(1),
+            _ => (shared_bytes / (75 << 10)).max(1),
         };
-        Self { dim, stages, shared_bytes: kib << 10 }
+        Self { dim, stages, shared_bytes }
     }
 
     /// Dynamic shared memory of a block: the rings of K and V, and as many places for queries.

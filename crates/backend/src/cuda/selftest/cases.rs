@@ -51,6 +51,7 @@ pub(super) const ALL: &[Operation] = operations![
     gather_rows "gather_rows" 0.0;
     rms_norm "rms_norm" 1.0;
     matmul "matmul" 1.5;
+    matmul_ways "every way of a matmul" 1.5;
     logits "matmul to f32, softcap" 0.1;
     argmax "argmax" 0.0;
     gated_activation "gated_activation" 1.0;
@@ -129,6 +130,25 @@ fn matmul<P: Probe>(backend: &mut P, mut random: Random) -> Case {
     backend.matmul(&w, &x, bias.as_ref(), rows, &mut y);
     let shape = format!("{rows} x {out} x {inputs}, bias {}", bias.is_some());
     Ok((backend.read(&y, rows)?.into_owned(), shape))
+}
+
+/// Several products, so that one follows another in the kernels' workspace.
+fn matmul_ways<P: Probe>(backend: &mut P, mut random: Random) -> Case {
+    let (out, inputs) = (8 * (1 + random.below(150)) - random.below(8), 8 * (1 + random.below(250)));
+    let rows = random.pick(&[1, 2, 3, 8, 9, 16, 17, 31, 32, 33, 48, 64]);
+    let w = linear(backend, &mut random, out, inputs)?;
+    let bias = random.values(out);
+    let bias = (random.below(2) == 0).then(|| backend.vector(&bias)).transpose()?;
+    let numbers = [0, 1, random.below(3), 0];
+    let mut result = Vec::new();
+    for number in numbers {
+        let x = random.values(rows * inputs);
+        let x = backend.filled(&x, inputs)?;
+        let mut y = backend.empty(rows, out)?;
+        backend.matmul_by(number, (&w, &x, bias.as_ref()), rows, &mut y)?;
+        result.extend_from_slice(&backend.read(&y, rows)?);
+    }
+    Ok((result, format!("{rows} x {out} x {inputs}, bias {}, ways {numbers:?}", bias.is_some())))
 }
 
 fn logits<P: Probe>(backend: &mut P, mut random: Random) -> Case {
@@ -340,9 +360,11 @@ fn attention<P: Probe>(backend: &mut P, mut random: Random) -> Case {
 }
 
 fn moe<P: Probe>(backend: &mut P, mut random: Random) -> Case {
-    let (rows, hidden, inner) =
-        (1 + random.below(20), 8 * (1 + random.below(60)), 8 * (1 + random.below(30)));
-    let experts = 1 + random.below(40);
+    let few = (1 + random.below(20), 8 * (1 + random.below(60)), 8 * (1 + random.below(30)));
+    // Enough pairs of an expert for each kind of tile, and more than one of the largest.
+    let many = (1 + random.below(300), 8 * (1 + random.below(20)), 8 * (1 + random.below(20)));
+    let (rows, hidden, inner) = random.pick(&[few, many]);
+    let experts = 1 + random.pick(&[3, 8, 40]).min(random.below(41));
     let per_token = 1 + random.below(experts.min(8));
     let parts = (0..experts)
         .map(|_| {
@@ -353,8 +375,13 @@ fn moe<P: Probe>(backend: &mut P, mut random: Random) -> Case {
         })
         .collect::<Result<Vec<_>>>()?;
     let parts = backend.experts(parts)?;
-    let shape =
-        MoeShape { rows_max: rows, num_experts: experts, experts_per_token: per_token, local_inner: inner };
+    let shape = MoeShape {
+        rows_max: rows,
+        num_experts: experts,
+        experts_per_token: per_token,
+        local_inner: inner,
+        hidden,
+    };
     let mut work = backend.moe_workspace(shape)?;
     let (x, logits) = (random.values(rows * hidden), random.values(rows * experts));
     let x = backend.filled(&x, hidden)?;
