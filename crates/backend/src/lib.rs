@@ -296,9 +296,10 @@ pub trait Backend {
 
     // ---- recorded steps ---------------------------------------------------------------------
 
-    /// While on, the first product of each shape takes every way that the device has, timed, and the fastest is kept for
-    /// this and later starts. For start-up: ways differ in the last bits of their results.
-    fn tune(&mut self, _on: bool) -> Result<()> {
+    /// With a number, the first product of each shape takes every way that the device has, timed, and so does one of
+    /// `prompt_rows` rows with the same matrix; the fastest are kept for this and later starts. Without, no longer. For
+    /// start-up: ways differ in the last bits of their results.
+    fn tune(&mut self, _prompt_rows: Option<usize>) -> Result<()> {
         Ok(())
     }
 

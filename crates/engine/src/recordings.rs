@@ -78,8 +78,7 @@ impl<B: Backend> Recordings<B> {
         model.forward(inputs)
     }
 
-    /// Records all sizes up to `rows_max`, the largest first: its lists are the longest. Their products are timed if they
-    /// never were. Gives how many.
+    /// Records all sizes up to `rows_max`, the largest first: its lists are the longest. Gives how many.
     /// **Collective: all ranks of the TP group.**
     pub(crate) fn prepare(
         &mut self,
@@ -88,7 +87,6 @@ impl<B: Backend> Recordings<B> {
         rows_max: usize,
         on_progress: &dyn Fn(usize, usize),
     ) -> Result<usize> {
-        model.backend.tune(true).map_err(EngineError::from)?;
         let sizes = (1..=rows_max).filter_map(|rows| model.backend.recorded_rows(rows));
         let sizes: BTreeSet<usize> = sizes.filter(|rows| *rows <= model.work.logits_max()).collect();
         for (done, &rows) in sizes.iter().rev().enumerate() {
@@ -98,7 +96,6 @@ impl<B: Backend> Recordings<B> {
             }
             on_progress(done + 1, sizes.len());
         }
-        model.backend.tune(false).map_err(EngineError::from)?;
         Ok(self.by_rows.len())
     }
 }

@@ -124,10 +124,19 @@ impl<B: Backend> ModelRunner<B> {
     }
 
     /// Records decode steps of up to `rows_max` rows, where the device repeats recordings, so that none of
-    /// them has to be recorded while requests wait; gives how many sizes there are. `on_progress` hears (done,
-    /// total). **Collective: all ranks of the TP group.**
-    pub fn record(&mut self, rows_max: usize, on_progress: &dyn Fn(usize, usize)) -> Result<usize> {
-        self.recordings.prepare(&mut self.model, &mut self.inputs, rows_max, on_progress)
+    /// them has to be recorded while requests wait; gives how many sizes there are. Meanwhile the device finds out how it
+    /// is fastest at them and at steps of `prompt_rows` tokens. `on_progress` hears (done, total).
+    /// **Collective: all ranks of the TP group.**
+    pub fn record(
+        &mut self,
+        rows_max: usize,
+        prompt_rows: usize,
+        on_progress: &dyn Fn(usize, usize),
+    ) -> Result<usize> {
+        self.model.backend.tune(Some(prompt_rows)).map_err(EngineError::from)?;
+        let recorded = self.recordings.prepare(&mut self.model, &mut self.inputs, rows_max, on_progress)?;
+        self.model.backend.tune(None).map_err(EngineError::from)?;
+        Ok(recorded)
     }
 
     /// Whether decode steps are replayed from recordings, where the device has them; they are unless told.

@@ -109,7 +109,7 @@ pub fn prepare<B: Backend>(
     };
     let mut runner = loaded.into_runner(config, layout, groups.tensors, model.vocab_size)?;
     let recording = Instant::now();
-    let recorded = runner.record(config.batching.running_max, on_progress)?;
+    let recorded = runner.record(config.batching.running_max, config.batching.chunk, on_progress)?;
     if recorded > 0 {
         tracing::info!(
             "recorded {recorded} sizes of decode steps in {:.2} s",

@@ -306,12 +306,8 @@ impl Backend for CudaBackend {
         rows: usize,
         out: &mut CudaTensor,
     ) {
-        let (shape, operands) = self.products.describe(w, x, bias, rows, out);
-        if rows > 0 {
-            // SAFETY: `describe` has checked the sizes.
-            let result = unsafe { self.products.run(shape, operands) };
-            self.device.keep(result);
-        }
+        let result = self.products.matmul((w, bias), x, rows, out);
+        self.device.keep(result);
     }
 
     fn rope_and_store(
@@ -446,8 +442,8 @@ impl Backend for CudaBackend {
         self.chooser.take(tokens)
     }
 
-    fn tune(&mut self, on: bool) -> Result<()> {
-        self.products.tune(on)
+    fn tune(&mut self, prompt_rows: Option<usize>) -> Result<()> {
+        self.products.tune(prompt_rows)
     }
 
     fn recorded_rows(&self, rows: usize) -> Option<usize> {

@@ -16,7 +16,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::time::Instant;
 
-/// Rows up to which products are timed: those of recorded decode steps.
+/// Rows up to which products are timed: those of recorded decode steps. Longer steps are of any length.
 const TIMED_ROWS_MAX: usize = 256;
 /// Ways that are timed more often than the others, which have lost by then.
 const FINALISTS: usize = 3;
@@ -53,6 +53,8 @@ struct Tuning {
     stopwatch: Stopwatch,
     started: Instant,
     shapes: usize,
+    /// Rows of a step of prompts, which are timed too.
+    prompt_rows: usize,
 }
 
 impl Products {
@@ -70,13 +72,14 @@ impl Products {
         })
     }
 
-    /// From here on shapes that were never timed are timed, or no longer; then what was learnt is kept on disk. Never in
-    /// f32, the test mode.
-    pub fn tune(&mut self, on: bool) -> Result<()> {
-        if on && self.dtype != DType::F32 {
+    /// With a number, shapes that were never timed are timed from here on, and those of `prompt_rows` rows with each
+    /// matrix that is met; without, no longer, and what was learnt is kept on disk. Never in f32, the test mode.
+    pub fn tune(&mut self, prompt_rows: Option<usize>) -> Result<()> {
+        if let Some(prompt_rows) = prompt_rows.filter(|_| self.dtype != DType::F32) {
             match Stopwatch::new(&self.device) {
                 Ok(stopwatch) => {
-                    self.tuning = Some(Tuning { stopwatch, started: Instant::now(), shapes: 0 });
+                    let started = Instant::now();
+                    self.tuning = Some(Tuning { stopwatch, started, shapes: 0, prompt_rows });
                 }
                 Err(BackendError::OutOfMemory { bytes, .. }) => tracing::warn!(
                     "matrix products are not timed, which may cost some speed: that takes {bytes} bytes of GPU memory"
@@ -91,12 +94,41 @@ impl Products {
         Ok(())
     }
 
+    /// Queues `out = x w^T + bias` for the first `rows` rows. Panics when sizes or types differ.
+    pub fn matmul(
+        &mut self,
+        (w, bias): (&CudaLinear, Option<&CudaVector>),
+        x: &CudaTensor,
+        rows: usize,
+        out: &CudaTensor,
+    ) -> Result<()> {
+        let (shape, operands) = self.describe((w, bias), x, rows, out);
+        if rows == 0 {
+            return Ok(());
+        }
+        if let Some(way) = self.decided.get(&shape).copied() {
+            // SAFETY: `describe` has checked the sizes.
+            return unsafe { self.run_by(&way, shape, operands) };
+        }
+        let prompt_rows = self.tuning.as_ref().map(|tuning| tuning.prompt_rows);
+        // Rows beyond the step's hold nothing that anyone needs.
+        if let Some(prompt_rows) = prompt_rows.filter(|n| *n <= x.rows_max.min(out.rows_max)) {
+            let (shape, operands) = self.describe((w, bias), x, prompt_rows, out);
+            // SAFETY: as above.
+            unsafe { self.decide(shape, operands, true)? };
+        }
+        // SAFETY: as above.
+        unsafe {
+            let way = self.decide(shape, operands, rows <= TIMED_ROWS_MAX)?;
+            self.run_by(&way, shape, operands)
+        }
+    }
+
     /// Shape and operands of `out = x w^T + bias`. Panics when sizes or types differ.
     pub fn describe(
         &self,
-        w: &CudaLinear,
+        (w, bias): (&CudaLinear, Option<&CudaVector>),
         x: &CudaTensor,
-        bias: Option<&CudaVector>,
         rows: usize,
         out: &CudaTensor,
     ) -> (Shape, Operands) {
@@ -105,24 +137,6 @@ impl Products {
         let (x, y) = (x.rows(rows, k, self.dtype), out.rows(rows, n, out.dtype));
         let shape = Shape { m: rows, n, k, out: out.dtype, bias: bias.is_some() };
         (shape, Operands { weights: w.buffer.address(), x, bias, y })
-    }
-
-    /// Queues one product.
-    ///
-    /// # Safety
-    /// The operands are valid for `shape` and do not overlap.
-    pub unsafe fn run(&mut self, shape: Shape, operands: Operands) -> Result<()> {
-        let way = match self.decided.get(&shape) {
-            Some(way) => *way,
-            None => {
-                // SAFETY: the caller's promise.
-                let way = unsafe { self.decide(shape, operands)? };
-                self.decided.insert(shape, way);
-                way
-            }
-        };
-        // SAFETY: the caller's promise.
-        unsafe { self.run_by(&way, shape, operands) }
     }
 
     /// Every way that takes the shape, ours first.
@@ -135,7 +149,7 @@ impl Products {
     /// Queues one product by one of [`Self::ways`].
     ///
     /// # Safety
-    /// As [`Self::run`].
+    /// The operands are valid for `shape` and do not overlap.
     pub unsafe fn run_by(&mut self, way: &Way, shape: Shape, operands: Operands) -> Result<()> {
         match way {
             // SAFETY: the caller's promise.
@@ -146,13 +160,17 @@ impl Products {
         Ok(())
     }
 
+    /// The way of a shape, for good.
+    ///
     /// # Safety
-    /// As [`Self::run`].
-    unsafe fn decide(&mut self, shape: Shape, operands: Operands) -> Result<Way> {
-        if let Some(way) = self.timed.get(&shape) {
-            return Ok(way);
+    /// As [`Self::run_by`].
+    unsafe fn decide(&mut self, shape: Shape, operands: Operands, may_time: bool) -> Result<Way> {
+        if let Some(way) = self.decided.get(&shape) {
+            return Ok(*way);
         }
-        if shape.m <= TIMED_ROWS_MAX
+        let way = if let Some(way) = self.timed.get(&shape) {
+            way
+        } else if may_time
             && !self.device.is_recording()
             && let Some(mut tuning) = self.tuning.take()
         {
@@ -160,18 +178,20 @@ impl Products {
             let fastest = unsafe { self.time(&tuning.stopwatch, shape, operands) };
             tuning.shapes += 1;
             self.tuning = Some(tuning);
-            return fastest;
-        }
-        match FewRowsWay::usual(&shape, self.dtype) {
-            Some(way) => Ok(Way::FewRows(way)),
-            None => Ok(Way::Library(self.gemm.algorithms(shape, 1)?[0])),
-        }
+            fastest?
+        } else if let Some(way) = FewRowsWay::usual(&shape, self.dtype) {
+            Way::FewRows(way)
+        } else {
+            Way::Library(self.gemm.algorithms(shape, 1)?[0])
+        };
+        self.decided.insert(shape, way);
+        Ok(way)
     }
 
     /// The fastest way, by the stopwatch.
     ///
     /// # Safety
-    /// As [`Self::run`].
+    /// As [`Self::run_by`].
     unsafe fn time(&mut self, stopwatch: &Stopwatch, shape: Shape, operands: Operands) -> Result<Way> {
         // SAFETY: the caller's promise.
         let run = |products: &mut Self, way: &Way| unsafe { products.run_by(way, shape, operands) };

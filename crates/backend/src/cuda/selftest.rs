@@ -191,7 +191,7 @@ impl Probe for CudaBackend {
         rows: usize,
         out: &mut CudaTensor,
     ) -> Result<()> {
-        let (shape, operands) = self.products.describe(w, x, bias, rows, out);
+        let (shape, operands) = self.products.describe((w, bias), x, rows, out);
         let ways = self.products.ways(shape)?;
         // SAFETY: `describe` has checked the sizes.
         unsafe { self.products.run_by(&ways[number % ways.len()], shape, operands) }
