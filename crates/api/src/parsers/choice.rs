@@ -21,6 +21,8 @@ pub enum ToolFormat {
     KimiK2,
     /// `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`: Qwen3-Coder.
     Qwen3Coder,
+    /// `<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`: GLM 4.5 to 4.7.
+    Glm,
 }
 
 /// A family's tags around reasoning.
@@ -51,8 +53,13 @@ pub const TOOL_CALL_PARSERS: &[(&str, ToolFormat)] = &[
     ("deepseek_v3", ToolFormat::DeepSeek),
     ("deepseek_v31", ToolFormat::DeepSeek),
     ("deepseekv3", ToolFormat::DeepSeek),
+    ("deepseekv31", ToolFormat::DeepSeek),
     ("kimi_k2", ToolFormat::KimiK2),
     ("qwen3_coder", ToolFormat::Qwen3Coder),
+    ("qwen3_xml", ToolFormat::Qwen3Coder),
+    ("glm", ToolFormat::Glm),
+    ("glm45", ToolFormat::Glm),
+    ("glm47", ToolFormat::Glm),
 ];
 
 /// See [`TOOL_CALL_PARSERS`].
@@ -85,7 +92,7 @@ impl ToolFormat {
     /// The markers are special tokens in these models' vocabularies, so the answer must be decoded with
     /// `skip_special_tokens` false for the parser to see them.
     pub fn needs_special_tokens(self) -> bool {
-        !matches!(self, Self::Hermes | Self::Qwen3Coder)
+        !matches!(self, Self::Hermes | Self::Qwen3Coder | Self::Glm)
     }
 }
 
@@ -191,8 +198,9 @@ fn tools_by_template(text: &str) -> Option<ToolFormat> {
         () if has("[TOOL_CALLS]") => ToolFormat::Mistral,
         () if has("functools") || has("<|tool_call|>") || has("<|/tool|>") => ToolFormat::Phi4Mini,
         () if has("<|python_start|>") || has("func_name1(") => ToolFormat::Pythonic,
-        // Qwen3-Coder puts its own tags into Hermes'.
+        // Qwen3-Coder and GLM put their own tags into Hermes'.
         () if has("<function=") => ToolFormat::Qwen3Coder,
+        () if has("<arg_key>") => ToolFormat::Glm,
         () if has("<tool_call>") => ToolFormat::Hermes,
         () if has("<|python_tag|>") || (has("ipython") && has("\"parameters\": ")) => ToolFormat::Llama3Json,
         () => return None,
@@ -205,6 +213,7 @@ fn tools_by_name(name: &str) -> Option<ToolFormat> {
         () if has("coder") && has("qwen3") => ToolFormat::Qwen3Coder,
         () if has("deepseek") && (has("v3") || has("r1")) && !has("distill") => ToolFormat::DeepSeek,
         () if has("kimi-k2") => ToolFormat::KimiK2,
+        () if has("glm-4.") => ToolFormat::Glm,
         () if has("hermes") || has("qwen2.5") || has("qwen3") => ToolFormat::Hermes,
         () if has("llama-4") => ToolFormat::Pythonic,
         () if has("llama-3.") => ToolFormat::Llama3Json,

@@ -17,12 +17,15 @@
 //! it is, and what follows is text.
 //!
 //! Reading order: [`choice`] (which parsers), `event`, `json` (the streaming JSON core), `section`,
-//! the readers of each family (`json_calls`, `mistral`, `deepseek`, `pythonic` with `python`, `xml`),
+//! the readers of each family (`json_calls`, `mistral`, `deepseek`, `pythonic` with `python`, `xml` and `glm` with
+//! `arguments`),
 //! `tools` (which finds their sections), `reasoning`.
 
+mod arguments;
 pub mod choice;
 mod deepseek;
 mod event;
+mod glm;
 mod json;
 mod json_calls;
 mod mistral;

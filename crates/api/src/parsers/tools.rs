@@ -11,6 +11,7 @@ use super::Function;
 use super::choice::ToolFormat;
 use super::deepseek::{DEEPSEEK, DeepSeekCalls, KIMI};
 use super::event::Sink;
+use super::glm::{self, GlmCalls};
 use super::json_calls::{JsonCalls, Shape};
 use super::mistral::{self, MistralCalls};
 use super::pythonic::{self, PythonicCalls};
@@ -34,6 +35,7 @@ impl ToolFormat {
             Self::DeepSeek => &[DEEPSEEK.calls_begin],
             Self::KimiK2 => &[KIMI.calls_begin],
             Self::Qwen3Coder => &[xml::TOOL_CALL, xml::FUNCTION],
+            Self::Glm => &[glm::TOOL_CALL],
         }
     }
 
@@ -62,6 +64,7 @@ impl ToolFormat {
             Self::DeepSeek => Box::new(DeepSeekCalls::new(&DEEPSEEK)),
             Self::KimiK2 => Box::new(DeepSeekCalls::new(&KIMI)),
             Self::Qwen3Coder => Box::new(XmlCalls::new(functions, opener.unwrap_or(xml::TOOL_CALL))),
+            Self::Glm => Box::new(GlmCalls::new(functions)),
         }
     }
 }

@@ -36,9 +36,11 @@ fn layout(format: ToolFormat) -> Option<Layout> {
         ToolFormat::Phi4Mini => {
             Layout { begin: "functools[", call: arguments, separator: Some(", "), end: "]" }
         }
-        ToolFormat::Pythonic | ToolFormat::DeepSeek | ToolFormat::KimiK2 | ToolFormat::Qwen3Coder => {
-            return None;
-        }
+        ToolFormat::Pythonic
+        | ToolFormat::DeepSeek
+        | ToolFormat::KimiK2
+        | ToolFormat::Qwen3Coder
+        | ToolFormat::Glm => return None,
     })
 }
 

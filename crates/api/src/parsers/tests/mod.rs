@@ -5,7 +5,7 @@ mod random;
 use super::*;
 use serde_json::json;
 
-const FORMATS: [ToolFormat; 8] = [
+const FORMATS: [ToolFormat; 9] = [
     ToolFormat::KimiK2,
     ToolFormat::Hermes,
     ToolFormat::Llama3Json,
@@ -14,6 +14,7 @@ const FORMATS: [ToolFormat; 8] = [
     ToolFormat::Phi4Mini,
     ToolFormat::DeepSeek,
     ToolFormat::Qwen3Coder,
+    ToolFormat::Glm,
 ];
 
 /// A function whose parameter `text` is a text, and `k0`, `k1` and `k2` anything.
@@ -255,6 +256,37 @@ fn qwen3_coder_calls() {
     }
 }
 
+#[test]
+fn glm_calls() {
+    use ToolFormat::Glm;
+    let answer = "Ok.\n<tool_call>f\n<arg_key>text</arg_key>\n<arg_value> 12 \"<a>\"\n</arg_value>\n<arg_key>k0</arg_key>\n\
+                  <arg_value>[1, {\"a\": null}]</arg_value>\n<arg_key>k1</arg_key>\n<arg_value>free text</arg_value>\n</tool_call>\n\
+                  <tool_call>g\n</tool_call>\n<tool_call>g</tool_call> bye";
+    // White space inside a text is the text's.
+    let arguments = r#"{"text": " 12 \"<a>\"\n", "k0": [1, {"a": null}], "k1": "free text"}"#;
+    let calls = [call(0, "f", arguments), call(1, "g", "{}"), call(2, "g", "{}")].concat();
+    check(Glm, answer, &[vec![text("Ok.")], calls, vec![text(" bye")]]);
+    // As GLM 4.7 writes it, without layout.
+    let dense = "<tool_call>f<arg_key>k0</arg_key><arg_value>true</arg_value></tool_call>";
+    check(Glm, dense, &[call(0, "f", r#"{"k0": true}"#)]);
+    // Ends inside a text, a value that is not one, a name and between tags; breaks off between tags.
+    let cut = |rest: &str| format!("<tool_call>f\n<arg_key>{rest}");
+    check(Glm, &cut("text</arg_key><arg_value>ab</arg_v"), &[call(0, "f", "{\"text\": \"ab</arg_v")]);
+    check(Glm, &cut("k0</arg_key><arg_value>[1, 2"), &[call(0, "f", "{\"k0\": [1, 2")]);
+    check(Glm, &cut("ci</arg"), &[call(0, "f", "{\"ci")]);
+    check(Glm, &cut("k0</arg_key><arg_value>1</arg_value>\n</tool"), &[call(0, "f", "{\"k0\": 1")]);
+    check(Glm, &cut("k0</arg_key> oops"), &[call(0, "f", "{"), vec![text("k0</arg_key> oops")]]);
+    for data in [
+        "<tool_call>{}</tool_call>",
+        "<tool_call>f and g</tool_call>",
+        "<tool_call>f</tool",
+        "<tool_call></tool_call>",
+        "<tool_call>f\n<arg_value>1</arg_value></tool_call>",
+    ] {
+        check(Glm, data, &[vec![text(data)]]);
+    }
+}
+
 /// Whatever is cut off: text before a call has started, the call as far as it came afterwards.
 #[test]
 fn an_answer_that_ends_early() {
@@ -329,6 +361,7 @@ fn parsers_are_chosen_by_the_template() {
             Some(ReasoningFormat::DeepSeekR1),
             Opening::Always,
         ),
+        ("glm45", Some(ToolFormat::Glm), Some(ReasoningFormat::Think), Opening::Never),
         ("gemma2", None, None, Opening::Never),
         ("chatml", None, None, Opening::Never),
     ];
@@ -338,6 +371,7 @@ fn parsers_are_chosen_by_the_template() {
     }
     assert_eq!(detect("", "NousResearch/Hermes-3-Llama-3.2-3B").tools, Some(ToolFormat::Hermes));
     assert_eq!(detect("", "meta-llama/Llama-3.2-1B-Instruct").tools, Some(ToolFormat::Llama3Json));
+    assert_eq!(detect("", "zai-org/GLM-4.6").tools, Some(ToolFormat::Glm));
     assert_eq!(detect("<tool_call>\n<function=x>", "").tools, Some(ToolFormat::Qwen3Coder));
     let v31 = "</think>{% if add_generation_prompt %}{% if not thinking %}{{'</think>'}}{% else %}{{'<think>'}}{% endif %}{% endif %}";
     let choice = detect(v31, "");

@@ -12,6 +12,11 @@ const PIECES: &[&str] = &[
     "</parameter>",
     "</function>",
     "</tool_call>",
+    "<arg_key>",
+    "text</arg_key>",
+    "k0</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
     "\n",
     " ",
     "{",
@@ -231,6 +236,17 @@ fn written(format: ToolFormat, calls: &[(&str, serde_json::Value)]) -> String {
                 let pairs: String =
                     pairs.map(|(k, v)| format!("<parameter={k}>\n{}\n</parameter>\n", value(v))).collect();
                 format!("<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>\n")
+            };
+            calls.iter().map(write).collect()
+        }
+        ToolFormat::Glm => {
+            let value = |value: &serde_json::Value| value.as_str().map_or(value.to_string(), str::to_owned);
+            let write = |(name, arguments): &(&str, serde_json::Value)| {
+                let pairs = arguments.as_object().unwrap().iter();
+                let pair = |(k, v): (&String, &serde_json::Value)| {
+                    format!("<arg_key>{k}</arg_key>\n<arg_value>{}</arg_value>\n", value(v))
+                };
+                format!("<tool_call>{name}\n{}</tool_call>\n", pairs.map(pair).collect::<String>())
             };
             calls.iter().map(write).collect()
         }
