@@ -117,6 +117,28 @@ def test_log_probabilities(servers):
     assert shown.token_logprobs[0] is None and all(value <= 0 for value in shown.token_logprobs[1:])
 
 
+def test_tokens_and_log_probabilities_of_prompts(servers):
+    server = servers("chain_tools", 1)
+    wish = {"prompt_logprobs": 2, "return_token_ids": True}
+    answer = server.client.completions.create(
+        model=server.model, prompt="AB", temperature=0, max_tokens=2, n=2, extra_body=wish
+    )
+    for choice in answer.choices:
+        first, *others = choice.prompt_logprobs
+        assert first is None and len(others) == len(choice.prompt_token_ids) - 1 and len(choice.token_ids) == 2
+        for token, entry in zip(choice.prompt_token_ids[1:], others):
+            own = entry[str(token)]
+            assert own["logprob"] <= 0 and 2 <= len(entry) <= 3
+            assert {1, 2} <= {each["rank"] for each in entry.values()}
+    answer = chat(server, extra_body=wish)
+    assert len(answer.prompt_logprobs) == len(answer.prompt_token_ids) == answer.usage.prompt_tokens
+    assert len(answer.choices[0].token_ids) == answer.usage.completion_tokens
+    chunks = list(chat(server, stream=True, extra_body={"return_token_ids": True}))
+    assert chunks[0].prompt_token_ids == answer.prompt_token_ids
+    ids = [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", None) or []]
+    assert ids == answer.choices[0].token_ids
+
+
 def test_several_choices(servers):
     server = servers("chain_tools", 1)
     answer = chat(server, n=3)

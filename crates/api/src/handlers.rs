@@ -1,7 +1,7 @@
 //! One function per endpoint.
 
 use crate::ApiConfig;
-use crate::answer::{self, Label, Pending, Shown};
+use crate::answer::{self, Label, Pending};
 use crate::body::{Bodies, read_object};
 use crate::config::unix_seconds;
 use crate::connection::Connection;
@@ -71,10 +71,10 @@ async fn submit<D: Dialect>(
     generation.go_by(form.id(), None);
     call.names.iter().for_each(|(name, choice)| generation.go_by(name, *choice));
     tracing::debug!(answer = form.id(), request = %generation.id(), stream = call.stream, "request submitted");
-    let Call { n: per_prompt, parsing, echo_only, hides_echo, stream, .. } = call;
-    let shown = Shown { prompt_only: echo_only, hides_prompt_text: hides_echo };
+    let Call { n: per_prompt, parsing, prompt_only, stream, .. } = call;
     let names = D::NAMES;
-    let pending = Pending { generation, hold, form, errors, names, serial, per_prompt, parsing, stop, shown };
+    let pending =
+        Pending { generation, hold, form, errors, names, serial, per_prompt, parsing, stop, prompt_only };
     Ok((pending, stream))
 }
 

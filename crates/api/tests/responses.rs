@@ -232,6 +232,7 @@ async fn log_probabilities_stand_with_the_text() {
     let token = |text: &str| TextLogprobs {
         token: TokenText { id: 0, bytes: text.into(), is_shown: true },
         logprob: Some(-0.5),
+        rank: 1,
         top: Vec::new(),
     };
     let with = |text: &str, finish| Delta {

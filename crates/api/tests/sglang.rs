@@ -15,7 +15,7 @@ const PATH: &str = "/generate";
 fn logprobs(id: u32, logprob: Option<f32>) -> TextLogprobs {
     let token = |id: u32| TokenText { id, bytes: format!("t{id}").into(), is_shown: true };
     let top = logprob.map(|_| vec![(token(9), -0.25)]).unwrap_or_default();
-    TextLogprobs { token: token(id), logprob, top }
+    TextLogprobs { token: token(id), logprob, rank: 2, top }
 }
 
 fn events(text: &str) -> Vec<Value> {
@@ -147,15 +147,16 @@ async fn log_probabilities_of_prompt_and_answer() {
         "return_text_in_logprobs": true, "sampling_params": {"max_new_tokens": 1}});
     client.send(post(PATH, &body.to_string())).await;
     let request = server.engine.request().await;
-    assert!(request.text.echo && request.sampling.prompt_logprobs == Some(1));
+    // The answer's text goes on with no other text.
+    assert!(request.text.prompt_tokens && !request.text.echo);
+    assert_eq!(request.sampling.prompt_logprobs, Some(1));
     let prompt = vec![logprobs(4, None), logprobs(5, Some(-0.5)), logprobs(6, Some(-1.0))];
     server.engine.delta(Delta {
         logprobs: Some(Box::new(vec![logprobs(1, Some(-2.0))])),
-        echo: Some(Box::new(Echo { text: "hi".into(), tokens: prompt })),
+        echo: Some(Box::new(Echo { text: None, ids: vec![4, 5, 6], tokens: prompt })),
         ..delta(request.id, "yo", Some(FinishReason::Length))
     });
     let reply = client.reply().await.json();
-    // The prompt's text is not part of the answer.
     assert_eq!(reply["text"], "yo");
     let meta = &reply["meta_info"];
     assert_eq!(meta["input_token_logprobs"], json!([[-0.5, 5, "t5"], [-1.0, 6, "t6"]]));
@@ -167,10 +168,9 @@ async fn log_probabilities_of_prompt_and_answer() {
     let body = json!({"input_ids": [1], "return_logprob": true, "sampling_params": {"max_new_tokens": 0}});
     client.send(post(PATH, &body.to_string())).await;
     let request = server.engine.request().await;
-    let prompt = vec![logprobs(1, None)];
+    assert!(!request.text.reports_prompt());
     server.engine.delta(Delta {
         logprobs: Some(Box::new(vec![logprobs(1, Some(-2.0))])),
-        echo: Some(Box::new(Echo { text: "hi".into(), tokens: prompt })),
         ..delta(request.id, "yo", Some(FinishReason::Length))
     });
     let reply = client.reply().await.json();

@@ -281,6 +281,22 @@ fn echoed_prompts_have_the_logprobs_their_generation_had() {
             assert!(text.trim_start().starts_with("w3 w10 w17"), "{text}");
             assert_eq!(text.split_whitespace().count(), 85 + max_tokens);
         }
+        // The same apart from the answer, by token id, once for all choices of a chat and in each of a completion.
+        let apart =
+            ask(&whole, json!({"prompt_logprobs": 2, "return_token_ids": true, "n": 2, "max_tokens": 1}));
+        for choice in apart["choices"].as_array().expect("a list") {
+            assert_eq!(choice["prompt_token_ids"], json!(whole));
+            assert_eq!(choice["token_ids"].as_array().map(Vec::len), Some(1));
+            let list = choice["prompt_logprobs"].as_array().expect("a list");
+            assert_eq!((list.len(), &list[0]), (85, &Value::Null));
+            for (at, entry) in list.iter().enumerate().skip(75) {
+                let own = &entry[whole[at].to_string()];
+                assert_eq!(own["logprob"], generated["logprobs"]["token_logprobs"][at - 75], "tp {tp_size}");
+                // Greedy: the model chose the most likely one.
+                assert_eq!((&own["rank"], entry.as_object().map(Map::len)), (&json!(1), Some(2)));
+                assert_eq!(own["decoded_token"], generated["logprobs"]["tokens"][at - 75]);
+            }
+        }
         // The prompt is cached by now; asking again must not read it from there.
         let again = ask(&whole, json!({"echo": true, "max_tokens": 0}));
         assert_eq!(again["usage"]["prompt_tokens_details"]["cached_tokens"], json!(0));

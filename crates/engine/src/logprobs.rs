@@ -37,7 +37,17 @@ impl<'a> Distribution<'a> {
     /// `token` beside the `count` most likely tokens.
     pub(crate) fn report(&self, token: TokenId, count: u32) -> TokenLogprobs {
         let top = self.top(count as usize).into_iter().map(|id| (id, self.logprob(id))).collect();
-        TokenLogprobs { token, logprob: self.logprob(token), top }
+        TokenLogprobs { token, logprob: self.logprob(token), rank: self.rank(token), top }
+    }
+
+    /// The place of `token` in the order of [`top`](Self::top), from 1. A token that can never be chosen is last.
+    fn rank(&self, token: TokenId) -> u32 {
+        let own = self.logits.get(token as usize).copied().filter(|logit| !logit.is_nan());
+        let own = own.unwrap_or(f32::NEG_INFINITY);
+        let (before, behind) = self.logits.split_at(self.logits.len().min(token as usize));
+        let ahead = before.iter().filter(|&&logit| logit >= own).count()
+            + behind.iter().filter(|&&logit| logit > own).count();
+        ahead as u32 + 1
     }
 
     /// The `count` most likely tokens, best first, the smaller id first on ties.
@@ -78,6 +88,8 @@ mod tests {
         assert_eq!(ids(3), [1, 3, 0]);
         assert_eq!(ids(9), [1, 3, 0, 4, 2]);
         assert_eq!(d.report(4, 1).token, 4);
+        let ranks: Vec<u32> = (0..5).map(|id| d.report(id, 0).rank).collect();
+        assert_eq!(ranks, [3, 1, 5, 2, 4], "as in the order of the most likely");
     }
 
     #[test]

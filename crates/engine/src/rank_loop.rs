@@ -222,7 +222,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
     fn submit(&mut self, submitted: SubmitRequest, stamp_ms: u64) -> Result<()> {
         let id = submitted.id;
         let text = submitted.text.clone();
-        let prompt = if text.echo { submitted.prompt.clone() } else { Vec::new() };
+        let prompt = if text.reports_prompt() { submitted.prompt.clone() } else { Vec::new() };
         let request = request_of(submitted, stamp_ms, self.settings.request_timeout_ms);
         match self.scheduler.submit(request, stamp_ms) {
             Ok(()) => {

@@ -154,11 +154,14 @@ pub struct Timing {
 }
 
 /// A prompt on its way back to the client.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Echo {
-    /// Its text, decoded from its tokens.
-    pub text: String,
-    /// Its tokens, if log-probabilities were asked for; the first one has none.
+    /// Its text, decoded from its tokens, where the answer's goes on with it.
+    pub text: Option<String>,
+    /// Its tokens, where they were asked for.
+    #[serde(with = "crate::token_bytes")]
+    pub ids: Vec<TokenId>,
+    /// The same with log-probabilities, if those were asked for; the first one has none.
     pub tokens: Vec<TextLogprobs>,
 }
 
@@ -181,6 +184,8 @@ pub struct TextLogprobs {
     pub token: TokenText,
     /// Its log-probability; none for the first token of a prompt.
     pub logprob: Option<f32>,
+    /// Its place among all tokens, from 1, in the order of `top`; 0 where there is no log-probability.
+    pub rank: u32,
     /// The most likely tokens, best first.
     pub top: Vec<(TokenText, f32)>,
 }

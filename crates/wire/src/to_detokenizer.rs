@@ -23,7 +23,7 @@ pub struct Begin {
     pub id: RequestId,
     /// Stop strings and the treatment of special tokens.
     pub text: TextParams,
-    /// The prompt, when its text is wanted ([`TextParams::echo`]); empty otherwise.
+    /// The prompt, when it is to be reported ([`TextParams::reports_prompt`]); empty otherwise.
     #[serde(with = "crate::token_bytes")]
     pub prompt: Vec<TokenId>,
 }
@@ -66,6 +66,8 @@ pub struct TokenLogprobs {
     pub token: TokenId,
     /// Its log-probability.
     pub logprob: f32,
+    /// Its place among all tokens, from 1, in the order of `top`.
+    pub rank: u32,
     /// The most likely tokens, best first (the smaller id on ties), as many as asked for.
     pub top: Vec<(TokenId, f32)>,
 }

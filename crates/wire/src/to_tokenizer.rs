@@ -104,7 +104,7 @@ pub struct ChatMessages {
     pub add_generation_prompt: bool,
 }
 
-/// How the detokenizer turns tokens into text.
+/// How the detokenizer turns tokens into text, and what else it reports.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TextParams {
     /// The text ends before the earliest of these.
@@ -113,8 +113,18 @@ pub struct TextParams {
     pub keeps_stop: bool,
     /// Leave out special tokens (by id, never by text). Default true.
     pub skip_special_tokens: bool,
-    /// Report the prompt's text and tokens before the answer's ([`Delta::echo`](crate::Delta)).
+    /// The text goes on with the prompt's, which is reported before it ([`Delta::echo`](crate::Delta)), with
+    /// log-probabilities if the prompt's were asked for.
     pub echo: bool,
+    /// Report the prompt's tokens, with log-probabilities if they were asked for.
+    pub prompt_tokens: bool,
     /// Report where the request's time went ([`Delta::timing`](crate::Delta)).
     pub timing: bool,
+}
+
+impl TextParams {
+    /// Whether the prompt comes back in some form.
+    pub fn reports_prompt(&self) -> bool {
+        self.echo || self.prompt_tokens
+    }
 }

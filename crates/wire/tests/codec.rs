@@ -16,7 +16,14 @@ fn random(state: &mut u64) -> u64 {
 
 fn text_params() -> TextParams {
     let stop = vec!["é漢".into(), "\n".into()];
-    TextParams { stop, keeps_stop: true, skip_special_tokens: true, echo: true, timing: true }
+    TextParams {
+        stop,
+        keeps_stop: true,
+        skip_special_tokens: true,
+        echo: true,
+        prompt_tokens: true,
+        timing: true,
+    }
 }
 
 fn sampling() -> SamplingParams {
@@ -102,7 +109,12 @@ fn to_detokenizer() -> Vec<ToDetokenizer> {
         usage: Usage { prompt_tokens: 1, cached_tokens: 2, completion_tokens: 3 },
         logprobs: Some(Box::new(StepLogprobs {
             prompt: vec![],
-            output: vec![TokenLogprobs { token: 5, logprob: -0.5, top: vec![(5, -0.5), (6, -9.25)] }],
+            output: vec![TokenLogprobs {
+                token: 5,
+                logprob: -0.5,
+                rank: 2,
+                top: vec![(5, -0.5), (6, -9.25)],
+            }],
         })),
         timing: Some(Box::new(Timing { queue_us: 1, batch_sum: u64::MAX, ..Timing::default() })),
     };
@@ -115,7 +127,7 @@ fn to_detokenizer() -> Vec<ToDetokenizer> {
 
 fn text_logprobs(logprob: Option<f32>) -> TextLogprobs {
     let token = TokenText { id: 9, bytes: vec![0xF0, 0x9F], is_shown: true };
-    TextLogprobs { token: token.clone(), logprob, top: vec![(token, -0.25)] }
+    TextLogprobs { token: token.clone(), logprob, rank: 3, top: vec![(token, -0.25)] }
 }
 
 fn to_api() -> Vec<ToApi> {
@@ -133,7 +145,11 @@ fn to_api() -> Vec<ToApi> {
         stop_string: Some(1),
         usage: Usage::default(),
         logprobs: Some(Box::new(vec![text_logprobs(Some(-1.5))])),
-        echo: Some(Box::new(Echo { text: "ab".into(), tokens: vec![text_logprobs(None)] })),
+        echo: Some(Box::new(Echo {
+            text: Some("ab".into()),
+            ids: vec![7],
+            tokens: vec![text_logprobs(None)],
+        })),
         timing: Some(Box::new(Timing { retractions: 7, ..Timing::default() })),
     };
     let ready = Ready { role: Role::Tokenizer(1), engine: Some(info.clone()), chat_error: Some("x".into()) };

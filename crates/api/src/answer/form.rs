@@ -12,6 +12,7 @@ use crate::parsers::Event as Part;
 use crate::timing::TimingBody;
 use lockstep_core::{FinishReason, Refusal, TokenId};
 use lockstep_wire::{TextLogprobs, Usage};
+use std::sync::Arc;
 
 /// What names an answer.
 #[derive(Clone, Debug)]
@@ -24,9 +25,20 @@ pub(crate) struct Label {
     pub(crate) model: String,
 }
 
+/// A prompt's tokens.
+#[derive(Debug, Default)]
+pub(crate) struct PromptTokens {
+    pub(crate) ids: Vec<TokenId>,
+    /// One per token if the request asked for them, else none.
+    pub(crate) logprobs: Vec<TextLogprobs>,
+}
+
 /// Tokens of a choice that the client has not been told of.
 #[derive(Debug, Default)]
 pub(crate) struct NewTokens {
+    /// The prompt's, if the request asked for them: once, in front of everything. In a whole answer every choice
+    /// of a prompt has them.
+    pub(crate) prompt: Option<Arc<PromptTokens>>,
     /// Generated ones.
     pub(crate) ids: Vec<TokenId>,
     /// Their log-probabilities if the request asked for them, behind those of an echoed prompt.
@@ -36,6 +48,7 @@ pub(crate) struct NewTokens {
 impl NewTokens {
     /// Moves `later` behind these.
     pub(super) fn append(&mut self, later: &mut Self) {
+        self.prompt = self.prompt.take().or(later.prompt.take());
         self.ids.append(&mut later.ids);
         self.logprobs.append(&mut later.logprobs);
     }
@@ -104,8 +117,8 @@ pub(crate) trait Form: Send + std::fmt::Debug {
     /// The stream begins; `usage` holds the counts of the first choice's prompt.
     fn begin(&mut self, _usage: Usage, _out: &mut Frames) {}
 
-    /// A choice begins.
-    fn open(&mut self, _choice: usize, _out: &mut Frames) {}
+    /// A choice begins; its first tokens, which come again with its first part, say what is reported of its prompt.
+    fn open(&mut self, _choice: usize, _first: &NewTokens, _out: &mut Frames) {}
 
     /// A choice goes on.
     fn part(&mut self, new: NewPart<'_>, out: &mut Frames);

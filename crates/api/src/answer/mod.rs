@@ -11,7 +11,7 @@ mod parts;
 mod stream;
 mod whole;
 
-pub(crate) use form::{Finish, Form, Frames, Framing, Label, NewPart, NewTokens, WholeChoice};
+pub(crate) use form::{Finish, Form, Frames, Framing, Label, NewPart, NewTokens, PromptTokens, WholeChoice};
 pub(crate) use parts::{Joined, JoinedCall, Section};
 
 use crate::connection::{Connection, Hold};
@@ -22,8 +22,9 @@ use crate::request::{Names, Parsing};
 use crate::respond::{Answer, refuse};
 use crate::timing::TimingBody;
 use lockstep_core::{FinishReason, Refusal, RequestId};
-use lockstep_wire::{Delta, Timing, Usage};
+use lockstep_wire::{Delta, Echo, Timing, Usage};
 use parts::Reader;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -50,8 +51,8 @@ pub(crate) struct Pending {
     pub(crate) parsing: Option<Parsing>,
     /// The request's stop strings.
     pub(crate) stop: Vec<String>,
-    /// What of it is shown.
-    pub(crate) shown: Shown,
+    /// What was generated is left out.
+    pub(crate) prompt_only: bool,
 }
 
 impl Pending {
@@ -76,15 +77,6 @@ impl Pending {
     }
 }
 
-/// What an answer leaves out of a prompt that is reported and of its continuation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Shown {
-    /// Leaves out what was generated.
-    pub(crate) prompt_only: bool,
-    /// Leaves out the prompt's text, but not its tokens.
-    pub(crate) hides_prompt_text: bool,
-}
-
 /// What a choice gains by a delta.
 #[derive(Debug)]
 struct Piece {
@@ -99,15 +91,21 @@ struct Piece {
 }
 
 impl Piece {
-    /// The echoed prompt, if it is there, and the new text, as far as they are shown.
-    fn of(delta: Delta, shown: Shown) -> Self {
+    /// What is reported of the prompt, if it comes with `delta`, and what is new.
+    fn of(delta: Delta, prompt_only: bool) -> Self {
         let Delta { id, text, tokens: ids, finish, stop_string, mut usage, logprobs, echo, timing } = delta;
-        let (echo_text, logprobs_of_echo) =
-            echo.map_or_else(Default::default, |echo| (echo.text, echo.tokens));
-        let tokens = NewTokens { ids: Vec::new(), logprobs: logprobs_of_echo };
-        let echo_text = if shown.hides_prompt_text { String::new() } else { echo_text };
-        let mut piece = Self { id, text: echo_text, tokens, finish, stop: stop_string, usage, timing };
-        if shown.prompt_only {
+        let Echo { text: echoed, ids: prompt, tokens: of_prompt } =
+            echo.map(|echo| *echo).unwrap_or_default();
+        let mut tokens = NewTokens::default();
+        if !prompt.is_empty() {
+            tokens.prompt = Some(Arc::new(PromptTokens { ids: prompt, logprobs: of_prompt.clone() }));
+        }
+        if echoed.is_some() {
+            tokens.logprobs = of_prompt;
+        }
+        let echoed = echoed.unwrap_or_default();
+        let mut piece = Self { id, text: echoed, tokens, finish, stop: stop_string, usage, timing };
+        if prompt_only {
             usage.completion_tokens = 0;
             let finish = finish.map(|f| if f == FinishReason::Abort { f } else { FinishReason::Length });
             return Self { finish, stop: None, usage, ..piece };

@@ -98,14 +98,14 @@ impl FrameStream {
     /// The frames that a delta makes, and whether they end the stream.
     fn frames(&mut self, choice: usize, delta: Delta) -> (String, bool) {
         let mut out = Frames::default();
-        let mut piece = Piece::of(delta, self.pending.shown);
+        let mut piece = Piece::of(delta, self.pending.prompt_only);
         let (form, sent) = (&mut self.pending.form, &mut self.sent[choice]);
         sent.held.append(&mut piece.tokens);
         if !std::mem::replace(&mut self.has_begun, true) {
             form.begin(piece.usage, &mut out);
         }
         if !std::mem::replace(&mut sent.is_opened, true) {
-            form.open(choice, &mut out);
+            form.open(choice, &sent.held, &mut out);
         }
         for part in &self.choices.read(choice, &piece) {
             let tokens = std::mem::take(&mut sent.held);

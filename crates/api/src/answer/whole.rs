@@ -73,7 +73,7 @@ impl Collector {
         loop {
             match self.pending.generation.next().await {
                 (choice, Event::Delta(delta)) => {
-                    let mut piece = Piece::of(delta, self.pending.shown);
+                    let mut piece = Piece::of(delta, self.pending.prompt_only);
                     let Collected { joined, tokens } = &mut self.collected[choice];
                     for part in &self.choices.read(choice, &piece) {
                         joined.add(part);
@@ -92,9 +92,14 @@ impl Collector {
         let collected = std::mem::take(&mut self.collected).into_iter();
         let finishes = self.choices.list.iter().filter_map(|choice| choice.finish.clone());
         let whole = collected.zip(finishes);
-        let whole: Vec<_> = whole
+        let mut whole: Vec<_> = whole
             .map(|(Collected { joined, tokens }, finish)| WholeChoice { joined, tokens, finish })
             .collect();
+        // The first choice of a prompt reports it for all.
+        for choices in whole.chunks_mut(self.choices.per_prompt) {
+            let prompt = choices.first().and_then(|first| first.tokens.prompt.clone());
+            choices.iter_mut().for_each(|choice| choice.tokens.prompt.clone_from(&prompt));
+        }
         self.pending.form.whole(&whole, self.choices.usage())
     }
 }

@@ -41,6 +41,9 @@ const COMMON: &[Field] = &[
          `include_stop_str_in_output` says so"),
     read("rid", TextOf(1, RID_BYTES_MAX), "none", NAMES),
     read("request_id", TextOf(1, RID_BYTES_MAX), "none", NAMES),
+    read("prompt_logprobs", Integer(0, TOP_LOGPROBS_MAX), "none",
+        "alternatives per token of the prompt; see \"Log-probabilities\". With `stream: true` it is 400"),
+    read("return_token_ids", Bool, "false", "shows tokens by their ids, see \"Answers\""),
     read("response_format", Shape(shapes::RESPONSE_FORMAT), "text",
         "see \"Structured output\"; `strict` may be anything, the schema is always enforced"),
 ];
@@ -130,14 +133,14 @@ const COMPLETIONS_ONLY: &[Field] = &[
     required("prompt", Shape(shapes::PROMPT),
         "several prompts (at most 128) become several choices, each answered as if asked alone; counts are added \
          up. Token ids must be below the vocabulary size"),
-    read("max_tokens", Integer(0, OPEN), "16", "at least 1, but with `echo` 0 too; otherwise as in a chat"),
+    read("max_tokens", Integer(0, OPEN), "16", "at least 1, but with `echo` or `prompt_logprobs` 0 too: no generated token is shown or counted, \
+         `finish_reason` is `length`. Otherwise as in a chat"),
     read("best_of", Integer(1, N_MAX), "", "equal to `n`: answers are not ranked"),
     read("logprobs", Integer(0, TOP_LOGPROBS_MAX), "none",
         "alternatives per token; 0 gives the token's own only"),
     read("echo", Bool, "false",
         "the answer begins with the prompt's text, decoded from its tokens; with `logprobs` also their \
-         log-probabilities. Then `max_tokens` may be 0: no generated token is shown or counted, `finish_reason` \
-         is `length`"),
+         log-probabilities"),
 ];
 
 /// Known and without effect on the answer here: bookkeeping of the client or of OpenAI's service.
@@ -158,7 +161,6 @@ const UNSUPPORTED: &[Field] = &[
     unsupported("use_beam_search", Neutral::Bool(false)),
     unsupported("early_stopping", Neutral::Bool(false)),
     unsupported("return_hidden_states", Neutral::Bool(false)),
-    unsupported("return_token_ids", Neutral::Bool(false)),
     unsupported("return_tokens_as_token_ids", Neutral::Bool(false)),
     unsupported("length_penalty", Neutral::Number(1.0)),
     unsupported("suffix", Neutral::Empty),
@@ -166,7 +168,6 @@ const UNSUPPORTED: &[Field] = &[
     unsupported("functions", Neutral::Former("tools")),
     unsupported("function_call", Neutral::Former("tool_choice")),
     unsupported("modalities", Neutral::TextModality),
-    unsupported("prompt_logprobs", Neutral::Nothing),
     unsupported("verbosity", Neutral::Nothing),
     unsupported("audio", Neutral::Nothing),
     unsupported("prediction", Neutral::Nothing),

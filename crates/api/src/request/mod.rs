@@ -20,7 +20,7 @@ use crate::engine::NewRequest;
 use crate::fields::Fields;
 use limits::{PRIORITY_MAX, RID_BYTES_MAX};
 use lockstep_core::{Refusal, SamplingParams};
-use lockstep_wire::Prompt;
+use lockstep_wire::{Prompt, TextParams};
 pub(crate) use names::Names;
 use serde_json::{Map, Value};
 pub(crate) use tools::Parsing;
@@ -40,6 +40,11 @@ impl Call {
     pub(crate) fn ask_for_timing(&mut self) {
         self.requests.iter_mut().for_each(|request| request.text.timing = true);
     }
+
+    /// Takes the prompt's text out of the answer: its dialect tells of the prompt's tokens at most.
+    pub(crate) fn hide_prompt_text(&mut self) {
+        self.requests.iter_mut().for_each(|request| request.text.echo = false);
+    }
 }
 
 /// A validated call: what to run and how to answer.
@@ -51,12 +56,14 @@ pub(crate) struct Call {
     pub(crate) n: usize,
     /// How log-probabilities are shown; they come only if they were asked for.
     pub(crate) logprobs: LogprobsWish,
+    /// The same for the prompt's tokens, apart from the answer's.
+    pub(crate) prompt_logprobs: LogprobsWish,
+    /// Tokens are shown by their ids, the prompt's too.
+    pub(crate) token_ids: bool,
     /// How answers are taken apart; `None`: they are text.
     pub(crate) parsing: Option<Parsing>,
-    /// `max_tokens: 0` with `echo`: the engine generates one token, which the answer leaves out.
-    pub(crate) echo_only: bool,
-    /// The prompt's text is no part of the answer, even where the prompt is reported.
-    pub(crate) hides_echo: bool,
+    /// `max_tokens: 0`: the engine generates one token, which the answer leaves out.
+    pub(crate) prompt_only: bool,
     /// The client's own ids, of all choices or of one, by which it may abort them.
     pub(crate) names: Vec<(String, Option<usize>)>,
     /// Answer with server-sent events.
@@ -87,7 +94,7 @@ pub(crate) fn validate(
     let include_usage = include_usage(&fields, stream)?;
     let mut text = sampling::text_params(&fields, endpoint)?;
     let n = sampling::choices(&fields, endpoint)?;
-    let (mut sampling, echo_only) = sampling::sampling_params(&fields, endpoint, config)?;
+    let (mut sampling, prompt_only) = sampling::sampling_params(&fields, endpoint, config)?;
     let mut tokenizing = sampling::tokenize_params(&fields, config)?;
     tokenizing.grammar_field =
         if sampling.grammar.is_some() { structured::field(&fields) } else { "tools" }.into();
@@ -113,19 +120,34 @@ pub(crate) fn validate(
         let message = format!("times the prompts makes {choices} choices, accepted are {CHOICES_MAX}");
         return Err(fields.invalid("n", message));
     }
-    let request = |prompt: &Prompt, choice| NewRequest {
-        prompt: prompt.clone(),
-        tokenizing: tokenizing.clone(),
-        sampling: SamplingParams { choice, ..sampling.clone() },
-        text: text.clone(),
-        cache_salt: cache_salt.clone(),
-        priority,
+    let request = |prompt: &Prompt, choice| {
+        // In a whole answer the first choice of a prompt reports it for all.
+        let reports = choice == 0 || stream;
+        let prompt_logprobs = sampling.prompt_logprobs.filter(|_| reports || text.echo);
+        NewRequest {
+            prompt: prompt.clone(),
+            tokenizing: tokenizing.clone(),
+            sampling: SamplingParams { choice, prompt_logprobs, ..sampling.clone() },
+            text: TextParams { prompt_tokens: text.prompt_tokens && reports, ..text.clone() },
+            cache_salt: cache_salt.clone(),
+            priority,
+        }
     };
     let requests = prompts.iter().flat_map(|prompt| (0..n as u32).map(move |choice| (prompt, choice)));
     let requests = requests.map(|(prompt, choice)| request(prompt, choice)).collect();
-    let logprobs = sampling.logprobs.map_or(LogprobsWish::None, LogprobsWish::Top);
-    let (hides_echo, names) = (false, names_of(&fields)?);
-    Ok(Call { requests, n, logprobs, parsing, echo_only, hides_echo, names, stream, include_usage })
+    let wish = |count: Option<u32>| count.map_or(LogprobsWish::None, LogprobsWish::Top);
+    Ok(Call {
+        requests,
+        n,
+        logprobs: wish(sampling.logprobs),
+        prompt_logprobs: wish(sampling::prompt_logprobs(&fields)?),
+        token_ids: sampling::token_ids_wish(&fields)?,
+        parsing,
+        prompt_only,
+        names: names_of(&fields)?,
+        stream,
+        include_usage,
+    })
 }
 
 /// Choices of one answer: prompts times `n`.

@@ -31,8 +31,8 @@ pub(super) fn choices(fields: &Fields<'_>, endpoint: Endpoint) -> Result<usize, 
     Ok(n as usize)
 }
 
-/// How tokens are chosen, with the model's defaults filled in; and whether the answer shows no generated
-/// token at all (`max_tokens: 0`).
+/// How tokens are chosen and reported, with the model's defaults filled in; and whether the answer shows no
+/// generated token at all (`max_tokens: 0`).
 pub(super) fn sampling_params(
     fields: &Fields<'_>,
     endpoint: Endpoint,
@@ -45,8 +45,9 @@ pub(super) fn sampling_params(
     let top_k = top_k(fields)?.unwrap_or(defaults.top_k.unwrap_or(0));
     let min_p = fields.number("min_p", 0.0..=1.0)?.unwrap_or(defaults.min_p.unwrap_or(0.0).into());
     let echo = endpoint == Endpoint::Completions && fields.boolean("echo")?.unwrap_or(false);
-    let max_tokens = max_tokens(fields, endpoint, echo)?;
-    let echo_only = max_tokens == Some(0);
+    let of_prompt = prompt_logprobs(fields)?;
+    let max_tokens = max_tokens(fields, endpoint, echo || of_prompt.is_some())?;
+    let prompt_only = max_tokens == Some(0);
     let min_tokens = fields.integer("min_tokens", 0..=u32::MAX.into())?.unwrap_or(0) as u32;
     if let Some(max_tokens) = max_tokens
         && min_tokens > max_tokens
@@ -64,7 +65,7 @@ pub(super) fn sampling_params(
         min_p: min_p as f32,
         seed: seed(fields)?,
         choice: 0,
-        max_tokens: if echo_only { Some(1) } else { max_tokens },
+        max_tokens: if prompt_only { Some(1) } else { max_tokens },
         min_tokens,
         ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
         stop_token_ids: stop_token_ids(fields, config.vocab_size)?,
@@ -76,10 +77,10 @@ pub(super) fn sampling_params(
         // Token sequences: the tokenizer finds them.
         bad_words: Vec::new(),
         logprobs,
-        prompt_logprobs: logprobs.filter(|_| echo),
+        prompt_logprobs: of_prompt.max(logprobs.filter(|_| echo)),
         grammar: super::structured::grammar(fields)?,
     };
-    Ok((params, echo_only))
+    Ok((params, prompt_only))
 }
 
 fn repetition_penalty(fields: &Fields<'_>) -> Result<f32, Refusal> {
@@ -104,6 +105,16 @@ fn logprobs(fields: &Fields<'_>, endpoint: Endpoint) -> Result<Option<u32>, Refu
         return Err(fields.invalid("top_logprobs", "needs logprobs: true"));
     }
     Ok(is_wanted.then_some(top as u32))
+}
+
+/// Alternatives per token of the prompt, if its log-probabilities are wanted apart from the answer's.
+pub(super) fn prompt_logprobs(fields: &Fields<'_>) -> Result<Option<u32>, Refusal> {
+    Ok(fields.integer("prompt_logprobs", 0..=TOP_LOGPROBS_MAX)?.map(|count| count as u32))
+}
+
+/// Whether tokens are shown by their ids.
+pub(super) fn token_ids_wish(fields: &Fields<'_>) -> Result<bool, Refusal> {
+    Ok(fields.boolean("return_token_ids")?.unwrap_or(false))
 }
 
 /// An object of token ids (as text, since JSON keys are) and what to add to their logits.
@@ -154,9 +165,11 @@ fn top_k(fields: &Fields<'_>) -> Result<Option<u32>, Refusal> {
     Ok(Some(u32::try_from(top_k.max(0)).unwrap_or(u32::MAX)))
 }
 
-/// `max_completion_tokens` (chat) wins over `max_tokens`; both are checked. 0 makes sense with an echo only.
-fn max_tokens(fields: &Fields<'_>, endpoint: Endpoint, echo: bool) -> Result<Option<u32>, Refusal> {
-    let range = i128::from(!echo)..=i128::from(i64::MAX);
+/// `max_completion_tokens` (chat) wins over `max_tokens`; both are checked. 0 makes sense only for a completion
+/// that shows something of its prompt.
+fn max_tokens(fields: &Fields<'_>, endpoint: Endpoint, shows_prompt: bool) -> Result<Option<u32>, Refusal> {
+    let least = i128::from(!shows_prompt || endpoint == Endpoint::Chat);
+    let range = least..=i128::from(i64::MAX);
     let plain = fields.integer("max_tokens", range.clone())?;
     let (newer, default) = match endpoint {
         Endpoint::Chat => (fields.integer("max_completion_tokens", range)?, None),
@@ -232,8 +245,9 @@ pub(super) fn text_params(fields: &Fields<'_>, endpoint: Endpoint) -> Result<Tex
         | fields.boolean("no_stop_trim")?.unwrap_or(false);
     let skip_special_tokens = fields.boolean("skip_special_tokens")?.unwrap_or(true);
     let echo = endpoint == Endpoint::Completions && fields.boolean("echo")?.unwrap_or(false);
+    let prompt_tokens = token_ids_wish(fields)? || prompt_logprobs(fields)?.is_some();
     let timing = fields.boolean("timing")?.unwrap_or(false);
-    Ok(TextParams { stop, keeps_stop, skip_special_tokens, echo, timing })
+    Ok(TextParams { stop, keeps_stop, skip_special_tokens, echo, prompt_tokens, timing })
 }
 
 /// What the tokenizer is asked besides the prompt; the field of the grammar is filled in by the caller.

@@ -277,7 +277,7 @@ fn logprobs_in_both_shapes_and_echo() {
     let wish = |call: Result<Call, Refusal>| {
         let call = call.unwrap();
         let sampling = &call.requests[0].sampling;
-        (sampling.logprobs, sampling.prompt_logprobs, call.requests[0].text.echo, call.echo_only)
+        (sampling.logprobs, sampling.prompt_logprobs, call.requests[0].text.echo, call.prompt_only)
     };
     assert_eq!(wish(chat(json!({}))), (None, None, false, false));
     assert_eq!(wish(chat(json!({"logprobs": false, "top_logprobs": 0}))), (None, None, false, false));

@@ -26,7 +26,11 @@ struct Running {
     /// The token that ended the answer is part of its text, if tokens of its kind are.
     keeps_stop: bool,
     /// A prompt to be reported with the first token.
-    echo: Vec<TokenId>,
+    prompt: Vec<TokenId>,
+    /// Its text is wanted.
+    echo: bool,
+    /// Its tokens are wanted.
+    prompt_tokens: bool,
 }
 
 impl<'m> DetokenizerWorker<'m> {
@@ -46,11 +50,12 @@ impl<'m> DetokenizerWorker<'m> {
             ToDetokenizer::Begin(list) => {
                 for Begin { id, text, prompt } in list {
                     let mut decoder = self.model.decoder(&text);
-                    if !prompt.is_empty() {
+                    let TextParams { skip_special_tokens, keeps_stop, echo, prompt_tokens, .. } = text;
+                    if echo {
                         decoder.continue_text();
                     }
-                    let TextParams { skip_special_tokens, keeps_stop, .. } = text;
-                    let running = Running { decoder, skip_special_tokens, keeps_stop, echo: prompt };
+                    let running =
+                        Running { decoder, skip_special_tokens, keeps_stop, prompt, echo, prompt_tokens };
                     self.running.insert(id, running);
                 }
                 None
@@ -102,17 +107,22 @@ fn take_echo(
     tokens: &[TokenId],
     logprobs: Option<&StepLogprobs>,
 ) -> Option<Box<Echo>> {
-    if running.echo.is_empty() || tokens.is_empty() {
+    if tokens.is_empty() {
         return None;
     }
-    let prompt = std::mem::take(&mut running.echo);
+    let prompt = std::mem::take(&mut running.prompt);
     let skip = running.skip_special_tokens;
-    let text = model.decode(&prompt, skip);
-    let first = || TextLogprobs { token: model.token_text(prompt[0], skip), logprob: None, top: Vec::new() };
-    let rest =
-        |step: &StepLogprobs| step.prompt.iter().map(|l| text_logprobs(model, l, skip)).collect::<Vec<_>>();
-    let tokens = logprobs.map(|step| [vec![first()], rest(step)].concat()).unwrap_or_default();
-    Some(Box::new(Echo { text, tokens }))
+    let token = model.token_text(*prompt.first()?, skip);
+    let first = TextLogprobs { token, logprob: None, rank: 0, top: Vec::new() };
+    let behind = logprobs.map_or(&[][..], |step| &step.prompt);
+    // One per token from the second on, or none at all: they were not asked for.
+    let tokens = match behind.len() + 1 == prompt.len() {
+        true => std::iter::once(first).chain(behind.iter().map(|l| text_logprobs(model, l, skip))).collect(),
+        false => Vec::new(),
+    };
+    let text = running.echo.then(|| model.decode(&prompt, skip));
+    let ids = if running.prompt_tokens { prompt } else { Vec::new() };
+    Some(Box::new(Echo { text, ids, tokens }))
 }
 
 fn text_logprobs(model: &TextModel, logprobs: &TokenLogprobs, skip_special_tokens: bool) -> TextLogprobs {
@@ -120,6 +130,7 @@ fn text_logprobs(model: &TextModel, logprobs: &TokenLogprobs, skip_special_token
     TextLogprobs {
         token: text(logprobs.token),
         logprob: Some(logprobs.logprob),
+        rank: logprobs.rank,
         top: logprobs.top.iter().map(|&(id, logprob)| (text(id), logprob)).collect(),
     }
 }

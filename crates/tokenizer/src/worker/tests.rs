@@ -3,8 +3,8 @@ use crate::model::TextOptions;
 use crate::test_models::{CHATML, TempFolder, WORDS, byte_folder};
 use lockstep_core::{FinishReason, Grammar, RequestId, SamplingParams};
 use lockstep_wire::{
-    Begin, ChatMessages, Delta, GenerateRequest, Prompt, StepLogprobs, TextAnswer, TextParams, TextQuestion,
-    TokenLogprobs, TokenOut, TokenizeParams, Usage,
+    Begin, ChatMessages, Delta, Echo, GenerateRequest, Prompt, StepLogprobs, TextAnswer, TextParams,
+    TextQuestion, TokenLogprobs, TokenOut, TokenizeParams, Usage,
 };
 use serde_json::json;
 use std::sync::mpsc;
@@ -324,7 +324,7 @@ fn logprobs_become_texts_and_an_echo_comes_once() {
     let text = TextParams { skip_special_tokens: true, echo: true, ..TextParams::default() };
     let prompt = vec![b'a'.into(), 0xC3, 0xA9];
     worker.handle(ToDetokenizer::Begin(vec![Begin { id: RequestId(1), text, prompt }]));
-    let logprobs = |token| TokenLogprobs { token, logprob: -0.5, top: vec![(b'z'.into(), -0.25)] };
+    let logprobs = |token| TokenLogprobs { token, logprob: -0.5, rank: 2, top: vec![(b'z'.into(), -0.25)] };
     let step = |prompt: &[u32], token| {
         let prompt = prompt.iter().map(|&token| logprobs(token)).collect();
         Some(Box::new(StepLogprobs { prompt, output: vec![logprobs(token)] }))
@@ -334,11 +334,28 @@ fn logprobs_become_texts_and_an_echo_comes_once() {
     let first = deltas(worker.handle(ToDetokenizer::Step(vec![first]))).remove(0);
     let last = deltas(worker.handle(ToDetokenizer::Step(vec![last]))).remove(0);
     let echo = first.echo.expect("with the first token");
-    assert_eq!((echo.text.as_str(), echo.tokens.len(), echo.tokens[0].logprob), ("aé", 3, None));
+    assert_eq!((echo.text.as_deref(), echo.tokens.len(), echo.tokens[0].logprob), (Some("aé"), 3, None));
+    assert!(echo.ids.is_empty(), "nobody asked for them");
     assert_eq!((&echo.tokens[1].token.bytes[..], echo.tokens[1].logprob), (&[0xC3][..], Some(-0.5)));
     let output = &first.logprobs.expect("asked for")[0];
     assert_eq!((&output.token.bytes[..], output.token.is_shown), (&[0xE6][..], true));
     assert_eq!((&output.top[0].0.bytes[..], output.top[0].1), (&b"z"[..], -0.25));
     assert!(last.echo.is_none() && !last.logprobs.expect("asked for")[0].token.is_shown);
     assert_eq!(last.text, "\u{fffd}", "the text ends inside a character");
+
+    // Tokens without text: the answer's begins anew.
+    let text = TextParams { prompt_tokens: true, ..TextParams::default() };
+    for asked in [true, false] {
+        let prompt = vec![b'a'.into(), 0xC3, 0xA9];
+        worker.handle(ToDetokenizer::Begin(vec![Begin { id: RequestId(2), text: text.clone(), prompt }]));
+        let logprobs = step(if asked { &[0xC3, 0xA9] } else { &[] }, b'b'.into());
+        let end = TokenOut { logprobs, ..out(2, &[b'b'.into()], Some(FinishReason::Length)) };
+        let end = deltas(worker.handle(ToDetokenizer::Step(vec![end]))).remove(0);
+        let Echo { text, ids, tokens } = *end.echo.expect("with the first token");
+        assert_eq!((text, ids), (None, vec![b'a'.into(), 0xC3, 0xA9]));
+        assert_eq!(
+            tokens.iter().map(|t| t.rank).collect::<Vec<_>>(),
+            if asked { vec![0, 2, 2] } else { vec![] }
+        );
+    }
 }

@@ -1,10 +1,11 @@
-//! Log-probabilities in the two shapes that OpenAI has for them.
+//! Log-probabilities in the two shapes that OpenAI has for them, and in vLLM's for a prompt.
 //!
 //! One entry per generated token, the end token included, so that entries and `completion_tokens` agree; with
 //! `echo` the prompt's tokens come first. A token that is no whole character is spelled by its bytes
 //! (`\xf0\x9f`, in completions `bytes:\xf0\x9f`), as OpenAI does it, so that different tokens stay different.
 
 use crate::request::Endpoint;
+use lockstep_core::TokenId;
 use lockstep_wire::{TextLogprobs, TokenText};
 use serde::ser::{Serialize, Serializer};
 
@@ -88,7 +89,7 @@ impl LogprobsBody {
                 Self::Completions(CompletionsLogprobs {
                     tokens: texts().collect(),
                     token_logprobs: tokens.iter().map(|t| t.logprob).collect(),
-                    top_logprobs: (top > 0).then(|| tokens.iter().map(alternatives).collect()),
+                    top_logprobs: (top > 0).then(|| tokens.iter().map(|t| alternatives(t, top)).collect()),
                     text_offset: tokens.iter().map(|t| offset.next(&t.token)).collect(),
                 })
             }
@@ -115,10 +116,12 @@ fn chat_token(token: &TextLogprobs) -> ChatToken {
 
 /// The alternatives and the token itself, which OpenAI adds where it is not among them. Null for the first
 /// token of a prompt.
-fn alternatives(token: &TextLogprobs) -> Option<Alternatives> {
+fn alternatives(token: &TextLogprobs, top: u32) -> Option<Alternatives> {
     let logprob = token.logprob?;
     let mut list: Vec<(String, f32)> = Vec::with_capacity(token.top.len() + 1);
-    let all = token.top.iter().map(|(text, logprob)| (text, *logprob)).chain([(&token.token, logprob)]);
+    // An echoed prompt's may be more: `prompt_logprobs` asked for them.
+    let best = token.top.iter().take(top as usize);
+    let all = best.map(|(text, logprob)| (text, *logprob)).chain([(&token.token, logprob)]);
     for (text, logprob) in all {
         let text = completions_text(text);
         // Two tokens may have the same text; an object has room for the likelier one.
@@ -127,6 +130,45 @@ fn alternatives(token: &TextLogprobs) -> Option<Alternatives> {
         }
     }
     Some(Alternatives(list))
+}
+
+/// The tokens of a prompt in vLLM's shape: null for the first, then an object from token id to [`RankedToken`], the
+/// token's own first.
+#[derive(serde::Serialize)]
+#[serde(transparent)]
+pub(super) struct PromptLogprobs(Vec<Option<RankedTokens>>);
+
+struct RankedTokens(Vec<(TokenId, RankedToken)>);
+
+#[derive(serde::Serialize)]
+struct RankedToken {
+    logprob: f32,
+    /// Place among all tokens, 1 for the most likely.
+    rank: u32,
+    decoded_token: String,
+}
+
+impl Serialize for RankedTokens {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(id, token)| (id, token)))
+    }
+}
+
+impl PromptLogprobs {
+    /// Of `tokens` with their `top` alternatives.
+    pub(super) fn new(tokens: &[TextLogprobs], top: u32) -> Self {
+        let ranked = |token: &TokenText, logprob, rank| {
+            (token.id, RankedToken { logprob, rank, decoded_token: text_or_escaped(&token.bytes, "") })
+        };
+        let entry = |token: &TextLogprobs| {
+            let own = ranked(&token.token, token.logprob?, token.rank);
+            let best = token.top.iter().zip(1..=top);
+            let best = best.filter(|((other, _), _)| other.id != token.token.id);
+            let others = best.map(|((other, logprob), rank)| ranked(other, *logprob, rank));
+            Some(RankedTokens(std::iter::once(own).chain(others).collect()))
+        };
+        Self(tokens.iter().map(entry).collect())
+    }
 }
 
 fn completions_text(token: &TokenText) -> String {
@@ -149,7 +191,7 @@ mod tests {
     fn token(bytes: &[u8], is_shown: bool, logprob: Option<f32>, top: &[(&str, f32)]) -> TextLogprobs {
         let text = |bytes: &[u8], is_shown| TokenText { id: 0, bytes: bytes.to_vec(), is_shown };
         let top = top.iter().map(|(t, l)| (text(t.as_bytes(), true), *l)).collect();
-        TextLogprobs { token: text(bytes, is_shown), logprob, top }
+        TextLogprobs { token: text(bytes, is_shown), logprob, rank: 7, top }
     }
 
     fn value(body: &LogprobsBody) -> Value {
@@ -186,5 +228,20 @@ mod tests {
         let content =
             json!([{"token": "\\xe6\\xbc", "logprob": -1.5, "bytes": [0xE6, 0xBC], "top_logprobs": top}]);
         assert_eq!(body, json!({"content": content, "refusal": null}));
+    }
+
+    #[test]
+    fn a_prompt_is_listed_by_token_id() {
+        let mut token = token(b"b", true, Some(-1.5), &[("a", -0.5), ("b", -1.5), ("c", -2.0)]);
+        for (id, (text, _)) in (5..).zip(&mut token.top) {
+            text.id = id;
+        }
+        token.token.id = 6;
+        token.rank = 2;
+        let first = TextLogprobs { logprob: None, ..token.clone() };
+        let body = crate::respond::to_json(&PromptLogprobs::new(&[first, token], 2));
+        let own = r#""6":{"logprob":-1.5,"rank":2,"decoded_token":"b"}"#;
+        let best = r#""5":{"logprob":-0.5,"rank":1,"decoded_token":"a"}"#;
+        assert_eq!(body, format!("[null,{{{own},{best}}}]"));
     }
 }

@@ -11,8 +11,9 @@ pub(super) use logprobs::{ChatToken, chat_tokens};
 
 use super::{Dialect, Reading};
 use crate::answer::{Form, Label};
+use crate::fields::Fields;
 use crate::openapi::{fields::FieldTable, requests};
-use crate::request::{Call, Endpoint, Names};
+use crate::request::{Call, Endpoint, LogprobsWish, Names};
 use lockstep_core::Refusal;
 use serde_json::{Map, Value};
 use shape::Head;
@@ -31,8 +32,7 @@ impl Dialect for Chat {
     type Echo = ();
 
     fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, ()), Refusal> {
-        reading.policy.check(&Self::FIELDS, &body, reading.config.strict_api)?;
-        Ok((Self::validated(Endpoint::Chat, &body, reading)?, ()))
+        Ok((read::<Self>(Endpoint::Chat, &body, reading)?, ()))
     }
 
     fn form(label: Label, call: &Call, (): ()) -> Box<dyn Form> {
@@ -46,11 +46,25 @@ impl Dialect for Completions {
     type Echo = ();
 
     fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, ()), Refusal> {
-        reading.policy.check(&Self::FIELDS, &body, reading.config.strict_api)?;
-        Ok((Self::validated(Endpoint::Completions, &body, reading)?, ()))
+        Ok((read::<Self>(Endpoint::Completions, &body, reading)?, ()))
     }
 
     fn form(label: Label, call: &Call, (): ()) -> Box<dyn Form> {
         Box::new(Head::new(Endpoint::Completions, label, call))
     }
+}
+
+fn read<D: Dialect>(
+    endpoint: Endpoint,
+    body: &Map<String, Value>,
+    reading: &Reading<'_>,
+) -> Result<Call, Refusal> {
+    reading.policy.check(&D::FIELDS, body, reading.config.strict_api)?;
+    let call = D::validated(endpoint, body, reading)?;
+    if call.stream && call.prompt_logprobs != LogprobsWish::None {
+        // As in vLLM, whose streams have no place for them.
+        let message = "cannot be streamed; leave stream out, or ask a completion for echo and logprobs";
+        return Err(Fields::new(body, "").invalid("prompt_logprobs", message));
+    }
+    Ok(call)
 }

@@ -1,11 +1,12 @@
 //! The JSON of answers, field by field as OpenAI writes it.
 
-use super::logprobs::{LogprobsBody, TextOffset};
+use super::logprobs::{LogprobsBody, PromptLogprobs, TextOffset};
 use crate::answer::{Finish, Form, Frames, Joined, JoinedCall, Label, NewPart, NewTokens, WholeChoice};
 use crate::parsers::Event as Part;
 use crate::request::{Call, Endpoint, LogprobsWish};
 use crate::respond::to_json;
 use crate::timing::TimingBody;
+use lockstep_core::TokenId;
 use lockstep_wire::Usage;
 use serde::Serialize;
 
@@ -19,6 +20,8 @@ pub(super) struct Head {
     /// One more chunk with the token counts; concerns streams only.
     include_usage: bool,
     logprobs: LogprobsWish,
+    prompt_logprobs: LogprobsWish,
+    token_ids: bool,
     /// Where the next token of each choice begins; streams only.
     offsets: Vec<TextOffset>,
 }
@@ -33,6 +36,26 @@ struct Envelope<'a, C> {
     /// Absent, null, or the counts.
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageBody>>,
+    /// Of a chat, which has one prompt.
+    #[serde(flatten)]
+    prompt: PromptBody<'a>,
+}
+
+/// What was asked for of a prompt, beside the choices of a chat, in each choice of a completion.
+#[derive(Default, Serialize)]
+struct PromptBody<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<PromptLogprobs>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [TokenId]>,
+}
+
+/// What a choice says of its tokens.
+#[derive(Default)]
+struct TokensBody<'a> {
+    logprobs: Option<LogprobsBody>,
+    token_ids: Option<&'a [TokenId]>,
+    prompt: PromptBody<'a>,
 }
 
 #[derive(Serialize)]
@@ -58,6 +81,8 @@ struct ChatChoice<'a> {
     delta: Option<Message<'a>>,
     logprobs: Option<LogprobsBody>,
     finish_reason: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [TokenId]>,
     #[serde(skip_serializing_if = "Option::is_none")]
     timing: Option<TimingBody>,
 }
@@ -149,6 +174,10 @@ struct TextChoice<'a> {
     logprobs: Option<LogprobsBody>,
     finish_reason: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [TokenId]>,
+    #[serde(flatten)]
+    prompt: PromptBody<'a>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     timing: Option<TimingBody>,
 }
 
@@ -180,30 +209,46 @@ impl Head {
             model,
             include_usage: call.include_usage,
             logprobs: call.logprobs,
+            prompt_logprobs: call.prompt_logprobs,
+            token_ids: call.token_ids,
             offsets: Vec::new(),
         }
     }
 
-    /// The value of `logprobs` for tokens that follow those counted in `offset`; null unless asked for.
-    fn logprobs(&self, tokens: &NewTokens, offset: &mut TextOffset) -> Option<LogprobsBody> {
-        match self.logprobs {
+    /// What was asked for of the prompt of `tokens`, where they say anything of it.
+    fn prompt<'a>(&self, tokens: &'a NewTokens) -> PromptBody<'a> {
+        let Some(prompt) = &tokens.prompt else { return PromptBody::default() };
+        let prompt_logprobs = match self.prompt_logprobs {
             LogprobsWish::None => None,
-            LogprobsWish::Top(top) => Some(LogprobsBody::new(self.endpoint, top, &tokens.logprobs, offset)),
-        }
+            LogprobsWish::Top(top) => Some(PromptLogprobs::new(&prompt.logprobs, top)),
+        };
+        PromptBody { prompt_logprobs, prompt_token_ids: self.token_ids.then_some(&prompt.ids) }
     }
 
-    /// [`Self::logprobs`] for the next tokens of a choice in a stream; null where there are none.
-    fn next_logprobs(&mut self, choice: usize, tokens: &NewTokens) -> Option<LogprobsBody> {
-        if tokens.logprobs.is_empty() {
-            return None;
-        }
+    /// What is shown of tokens that follow those counted in `offset`.
+    fn tokens_behind<'a>(&self, tokens: &'a NewTokens, offset: &mut TextOffset) -> TokensBody<'a> {
+        let logprobs = match self.logprobs {
+            LogprobsWish::None => None,
+            LogprobsWish::Top(top) => Some(LogprobsBody::new(self.endpoint, top, &tokens.logprobs, offset)),
+        };
+        TokensBody { logprobs, token_ids: self.token_ids.then_some(&tokens.ids), prompt: self.prompt(tokens) }
+    }
+
+    /// What is shown of all tokens of a choice.
+    fn tokens<'a>(&self, tokens: &'a NewTokens) -> TokensBody<'a> {
+        self.tokens_behind(tokens, &mut TextOffset::default())
+    }
+
+    /// What is shown of the next tokens of a choice in a stream; log-probabilities are null where there are none.
+    fn next_tokens<'a>(&mut self, choice: usize, tokens: &'a NewTokens) -> TokensBody<'a> {
         if self.offsets.len() <= choice {
             self.offsets.resize(choice + 1, TextOffset::default());
         }
         let mut offset = self.offsets[choice];
-        let logprobs = self.logprobs(tokens, &mut offset);
+        let mut shown = self.tokens_behind(tokens, &mut offset);
         self.offsets[choice] = offset;
-        logprobs
+        shown.logprobs = shown.logprobs.filter(|_| !tokens.logprobs.is_empty());
+        shown
     }
 
     fn chat_chunk(
@@ -211,11 +256,15 @@ impl Head {
         index: usize,
         delta: Message<'_>,
         finish: Option<&Finish>,
-        logprobs: Option<LogprobsBody>,
+        tokens: TokensBody<'_>,
     ) -> String {
         let (finish_reason, timing) = told_of(finish);
-        let choice = ChatChoice { index, message: None, delta: Some(delta), logprobs, finish_reason, timing };
-        self.envelope(self.chunk_object(), &[choice], self.no_usage_yet())
+        let TokensBody { logprobs, token_ids, prompt } = tokens;
+        // The chunk with the role has told of it.
+        let prompt = if delta.role.is_some() { prompt } else { PromptBody::default() };
+        let delta = Some(delta);
+        let choice = ChatChoice { index, message: None, delta, logprobs, finish_reason, token_ids, timing };
+        self.envelope(self.chunk_object(), &[choice], self.no_usage_yet(), prompt)
     }
 
     fn text_completion_chunk(
@@ -223,11 +272,12 @@ impl Head {
         index: usize,
         text: &str,
         finish: Option<&Finish>,
-        logprobs: Option<LogprobsBody>,
+        tokens: TokensBody<'_>,
     ) -> String {
         let (finish_reason, timing) = told_of(finish);
-        let choice = TextChoice { index, text, logprobs, finish_reason, timing };
-        self.envelope(self.chunk_object(), &[choice], self.no_usage_yet())
+        let TokensBody { logprobs, token_ids, prompt } = tokens;
+        let choice = TextChoice { index, text, logprobs, finish_reason, token_ids, prompt, timing };
+        self.envelope(self.chunk_object(), &[choice], self.no_usage_yet(), PromptBody::default())
     }
 
     fn chunk_object(&self) -> &'static str {
@@ -247,9 +297,10 @@ impl Head {
         object: &'static str,
         choices: &[C],
         usage: Option<Option<UsageBody>>,
+        prompt: PromptBody<'_>,
     ) -> String {
         let Self { id, created, model, .. } = self;
-        to_json(&Envelope { id, object, created: *created, model, choices, usage })
+        to_json(&Envelope { id, object, created: *created, model, choices, usage, prompt })
     }
 }
 
@@ -263,33 +314,34 @@ impl Form for Head {
         &self.id
     }
 
-    /// The chunk with the role; chat only.
-    fn open(&mut self, choice: usize, out: &mut Frames) {
+    /// The chunk with the role, and what is told of the prompt; chat only.
+    fn open(&mut self, choice: usize, first: &NewTokens, out: &mut Frames) {
         if self.endpoint == Endpoint::Chat {
             let delta = Message { role: Some("assistant"), content: Some(Some("")), ..Message::default() };
-            out.data(&self.chat_chunk(choice, delta, None, None));
+            let tokens = TokensBody { prompt: self.prompt(first), ..TokensBody::default() };
+            out.data(&self.chat_chunk(choice, delta, None, tokens));
         }
     }
 
     /// Completions have text only.
     fn part(&mut self, new: NewPart<'_>, out: &mut Frames) {
         let NewPart { choice, part, tokens, usage: _ } = new;
-        let logprobs = self.next_logprobs(choice, &tokens);
+        let tokens = self.next_tokens(choice, &tokens);
         out.data(&match (self.endpoint, part) {
             (Endpoint::Completions, Part::TextDelta(text)) => {
-                self.text_completion_chunk(choice, text, None, logprobs)
+                self.text_completion_chunk(choice, text, None, tokens)
             }
-            _ => self.chat_chunk(choice, Message::delta(part), None, logprobs),
+            _ => self.chat_chunk(choice, Message::delta(part), None, tokens),
         });
     }
 
     /// The last chunk of a choice; it carries no text.
     fn finish(&mut self, choice: usize, finish: &Finish, rest: NewTokens, out: &mut Frames) {
-        let logprobs = self.next_logprobs(choice, &rest);
+        let tokens = self.next_tokens(choice, &rest);
         let finish = Some(finish);
         out.data(&match self.endpoint {
-            Endpoint::Chat => self.chat_chunk(choice, Message::default(), finish, logprobs),
-            Endpoint::Completions => self.text_completion_chunk(choice, "", finish, logprobs),
+            Endpoint::Chat => self.chat_chunk(choice, Message::default(), finish, tokens),
+            Endpoint::Completions => self.text_completion_chunk(choice, "", finish, tokens),
         });
     }
 
@@ -297,14 +349,14 @@ impl Form for Head {
     fn end(&mut self, usage: Usage, out: &mut Frames) {
         if self.include_usage {
             let none: &[TextChoice<'_>] = &[];
-            out.data(&self.envelope(self.chunk_object(), none, Some(Some(usage.into()))));
+            let usage = Some(Some(usage.into()));
+            out.data(&self.envelope(self.chunk_object(), none, usage, PromptBody::default()));
         }
         out.data("[DONE]");
     }
 
     fn whole(&mut self, choices: &[WholeChoice], usage: Usage) -> String {
         let usage = Some(Some(usage.into()));
-        let logprobs = |choice: &WholeChoice| self.logprobs(&choice.tokens, &mut TextOffset::default());
         let texts = |WholeChoice { joined, .. }: &WholeChoice| Texts {
             text: joined.text(),
             reasoning: joined.reasoning(),
@@ -313,25 +365,24 @@ impl Form for Head {
         let numbered = choices.iter().zip(&texts).enumerate();
         match self.endpoint {
             Endpoint::Chat => {
-                let choices = numbered.map(|(index, (choice, texts))| ChatChoice {
-                    index,
-                    message: Some(Message::whole(&choice.joined, texts)),
-                    delta: None,
-                    logprobs: logprobs(choice),
-                    finish_reason: Some(choice.finish.as_openai()),
-                    timing: choice.finish.timing,
+                let prompt = choices.first().map(|choice| self.prompt(&choice.tokens)).unwrap_or_default();
+                let choices = numbered.map(|(index, (choice, texts))| {
+                    let TokensBody { logprobs, token_ids, .. } = self.tokens(&choice.tokens);
+                    let message = Some(Message::whole(&choice.joined, texts));
+                    let (finish_reason, timing) = told_of(Some(&choice.finish));
+                    ChatChoice { index, message, delta: None, logprobs, finish_reason, token_ids, timing }
                 });
-                self.envelope("chat.completion", &choices.collect::<Vec<_>>(), usage)
+                self.envelope("chat.completion", &choices.collect::<Vec<_>>(), usage, prompt)
             }
             Endpoint::Completions => {
-                let choices = numbered.map(|(index, (choice, texts))| TextChoice {
-                    index,
-                    text: &texts.text,
-                    logprobs: logprobs(choice),
-                    finish_reason: Some(choice.finish.as_openai()),
-                    timing: choice.finish.timing,
+                let choices = numbered.map(|(index, (choice, texts))| {
+                    let TokensBody { logprobs, token_ids, prompt } = self.tokens(&choice.tokens);
+                    let (finish_reason, timing) = told_of(Some(&choice.finish));
+                    let text = &texts.text;
+                    TextChoice { index, text, logprobs, finish_reason, token_ids, prompt, timing }
                 });
-                self.envelope("text_completion", &choices.collect::<Vec<_>>(), usage)
+                let choices: Vec<_> = choices.collect();
+                self.envelope("text_completion", &choices, usage, PromptBody::default())
             }
         }
     }

@@ -1,11 +1,12 @@
 //! The JSON of `/generate`.
 
-use crate::answer::{Finish, Form, Frames, Label, NewPart, NewTokens, WholeChoice};
+use crate::answer::{Finish, Form, Frames, Label, NewPart, NewTokens, PromptTokens, WholeChoice};
 use crate::parsers::Event as Part;
 use crate::respond::to_json;
 use lockstep_core::{FinishReason, TokenId};
 use lockstep_wire::{TextLogprobs, TokenText, Usage};
 use serde::Serialize;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// What the client asked its answer to hold.
@@ -38,18 +39,15 @@ pub(super) struct Answer {
 #[derive(Debug, Default)]
 struct Choice {
     text: String,
+    prompt: Option<Arc<PromptTokens>>,
     ids: Vec<TokenId>,
-    /// Log-probabilities of the prompt's tokens, then of the answer's.
     logprobs: Vec<TextLogprobs>,
-    /// Of these, the prompt's.
-    prompt_len: usize,
 }
 
 impl Choice {
     fn add(&mut self, tokens: &NewTokens) {
-        // An echoed prompt comes in front of everything, and only its tokens have no ids.
-        if self.logprobs.is_empty() {
-            self.prompt_len = tokens.logprobs.len().saturating_sub(tokens.ids.len());
+        if let Some(prompt) = &tokens.prompt {
+            self.prompt = Some(Arc::clone(prompt));
         }
         self.ids.extend_from_slice(&tokens.ids);
         self.logprobs.extend_from_slice(&tokens.logprobs);
@@ -158,8 +156,9 @@ impl Answer {
     }
 
     fn logprobs(&self, choice: &Choice) -> Logprobs {
-        let (prompt, output) = choice.logprobs.split_at(choice.prompt_len);
+        let prompt = choice.prompt.as_ref().map_or(&[][..], |prompt| &prompt.logprobs);
         let prompt = self.wish.prompt_from.map(|from| prompt.get(from..).unwrap_or_default());
+        let output = choice.logprobs.as_slice();
         let with_text = self.wish.with_text;
         let own =
             |list: &[TextLogprobs]| list.iter().map(|l| entry(&l.token, l.logprob, with_text)).collect();

@@ -34,6 +34,7 @@ impl Dialect for Generate {
         ("prompt", "text"),
         ("messages", "text"),
         ("logprobs", "top_logprobs_num"),
+        ("prompt_logprobs", "top_logprobs_num"),
         ("max_tokens", "sampling_params.max_new_tokens"),
         ("min_tokens", "sampling_params.min_new_tokens"),
         ("seed", "sampling_params.sampling_seed"),
@@ -74,18 +75,18 @@ impl Dialect for Generate {
             .map_err(|refusal| inside("sampling_params.", refusal))?;
         let mut translated = translate(&fields, sampling)?;
         let mut wish = wish(&fields, &translated)?;
-        let wants_prompt = wish.logprobs && wish.prompt_from.is_some();
+        let of_prompt = translated.get("logprobs").filter(|_| wish.prompt_from.is_some()).cloned();
+        translated.extend(of_prompt.map(|top| ("prompt_logprobs".into(), top)));
         let max_tokens = Fields::new(&translated, "").integer("max_tokens", 0..=i64::MAX.into());
         let max_tokens = max_tokens.map_err(|refusal| Self::NAMES.in_their_terms(refusal))?;
-        if wants_prompt || max_tokens == Some(0) {
-            translated.insert("echo".into(), true.into());
-        }
+        // Without an echo a completion generates something.
+        translated.insert("echo".into(), (max_tokens == Some(0)).into());
         let has_ids = fields.get("input_ids").is_some();
         let mut call = validate(Endpoint::Completions, &translated, reading.config).map_err(|refusal| {
             let refusal = if has_ids { NAMES_OF_IDS.in_their_terms(refusal) } else { refusal };
             Self::NAMES.in_their_terms(refusal)
         })?;
-        call.hides_echo = true;
+        call.hide_prompt_text();
         wish.is_list |= call.n > 1;
         let items = call.requests.len();
         wish.rids = rids(&fields, items, items / call.n.max(1))?;
@@ -101,6 +102,8 @@ impl Dialect for Generate {
 /// The request as a completion, `echo` left out.
 fn translate(fields: &Fields<'_>, sampling: &Map<String, Value>) -> Result<Map<String, Value>, Refusal> {
     let mut translated = sampling.clone();
+    // What SGLang does not know by a name that completions know is no wish of the client's.
+    translated.retain(|name, _| sglang::SAMPLING.find(name).is_some());
     for (theirs, ours) in RENAMED {
         if let Some(value) = translated.remove(*theirs).filter(|value| !value.is_null()) {
             translated.insert((*ours).into(), value);
