@@ -37,6 +37,19 @@ def test_generate(client):
     assert (short.response, short.done_reason) == (" tick tock", "length")
 
 
+def test_logprobs(client):
+    ask = {**ASK, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat(messages=MESSAGES, **ask)
+    tokens = whole.logprobs
+    assert [token.token for token in tokens[:2]] == [" hello", " there"] and len(tokens) == whole.eval_count
+    assert all(token.logprob == token.top_logprobs[0].logprob for token in tokens)
+    parts = list(client.chat(messages=MESSAGES, stream=True, **ask))
+    assert [token for part in parts for token in part.logprobs or []] == tokens
+    raw = client.generate(prompt="A", raw=True, **ask).logprobs
+    assert [token.token for token in raw[:2]] == [" alpha", " beta"]
+    assert client.chat(messages=MESSAGES, **ASK).logprobs is None
+
+
 def test_tools(client):
     [call] = client.chat(messages=MESSAGES, tools=[WEATHER], **ASK).message.tool_calls
     assert (call.function.name, call.function.arguments) == ("weather", {"city": "Rome"})
@@ -55,7 +68,7 @@ def test_format(client):
 
 def test_models_and_errors(client):
     assert [model.model.removesuffix(":latest") for model in client.list().models] == ["chain_tools"]
-    assert client.show("chain_tools").template is not None
+    assert "<|im_start|>" in client.show("chain_tools").template
     with pytest.raises(ollama.ResponseError) as raised:
         client.chat(model="nobody", messages=MESSAGES)
     assert raised.value.status_code == 404

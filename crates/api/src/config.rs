@@ -21,6 +21,12 @@ pub struct ApiConfig {
     pub architecture: String,
     /// Longest prompt plus answer in tokens, as enforced by the engine.
     pub context_max: usize,
+    /// The text of the model's chat templates, which [`parsers::detect`](crate::parsers::detect) reads too; shown to
+    /// Ollama's clients.
+    pub chat_template: Option<String>,
+    /// A hash that names the content of the model's files, in lower-case hexadecimal, where one is known; shown to
+    /// Ollama's clients.
+    pub model_digest: Option<String>,
     /// Token ids at or above it are refused in prompts and `stop_token_ids`.
     pub vocab_size: usize,
     /// Requests the engine runs at once; further ones wait. Shown by `/server_info`.
@@ -60,6 +66,8 @@ impl ApiConfig {
             served_model_name: served_model_name.into(),
             model_path: String::new(),
             architecture: String::new(),
+            chat_template: None,
+            model_digest: None,
             context_max,
             vocab_size,
             running_max: 64,

@@ -5,11 +5,13 @@
 
 mod common;
 
-use common::{Server, config, get, post};
+use common::{Server, config, delta, get, post};
 use lockstep_api::parsers::{ParserChoice, ReasoningFormat, ToolFormat};
-use lockstep_api::{ApiConfig, Outbound};
-use lockstep_core::{FinishReason, Grammar};
-use lockstep_wire::{ChatMessages, EngineInfo, Prompt, RankInfo, ToApi, ToScheduler};
+use lockstep_api::{ApiConfig, Outbound, SamplingDefaults};
+use lockstep_core::{FinishReason, Grammar, RequestId};
+use lockstep_wire::{
+    ChatMessages, Delta, EngineInfo, Prompt, RankInfo, TextLogprobs, ToApi, ToScheduler, TokenText,
+};
 use serde_json::{Value, json};
 
 const CHAT: &str = "/api/chat";
@@ -21,7 +23,15 @@ fn with_parsers() -> ApiConfig {
         reasoning: Some(ReasoningFormat::Think),
         ..ParserChoice::default()
     };
-    ApiConfig { parsers, model_path: "/m/tiny.gguf".into(), architecture: "llama".into(), ..config() }
+    ApiConfig {
+        parsers,
+        model_path: "/m/tiny.gguf".into(),
+        architecture: "llama".into(),
+        chat_template: Some("{{ messages }}".into()),
+        model_digest: Some("0123456789ab".into()),
+        default_sampling: SamplingDefaults { top_k: Some(20), ..SamplingDefaults::default() },
+        ..config()
+    }
 }
 
 fn chat_of(prompt: &Prompt) -> &ChatMessages {
@@ -239,7 +249,9 @@ async fn refusals_are_ollamas_and_name_its_fields() {
         (CHAT, json!({"messages": user, "options": {"mirostat": 1}}), 400, "options.mirostat "),
         (CHAT, json!({"messages": user, "format": "yaml"}), 400, "format "),
         (CHAT, json!({"messages": user, "think": true}), 400, "think "),
-        (CHAT, json!({"messages": user, "logprobs": true}), 400, "logprobs "),
+        (CHAT, json!({"messages": user, "logprobs": 5}), 400, "logprobs "),
+        (CHAT, json!({"messages": user, "top_logprobs": 2}), 400, "top_logprobs "),
+        (GENERATE, json!({"prompt": "a", "logprobs": true, "top_logprobs": 21}), 400, "top_logprobs "),
         (GENERATE, json!({"prompt": 5}), 400, "prompt "),
         (GENERATE, json!({"prompt": "a", "suffix": "b"}), 400, "suffix "),
         (GENERATE, json!({"prompt": "a", "template": "b"}), 400, "template "),
@@ -280,7 +292,7 @@ async fn models_as_ollama_lists_them() {
             (&card["name"], &card["model"], &card["size"]),
             (&json!("org/tiny"), &json!("org/tiny"), &json!(11))
         );
-        assert_eq!(card["details"]["format"], "gguf");
+        assert_eq!((&card["details"]["format"], &card["digest"]), (&json!("gguf"), &json!("0123456789ab")));
         if path == "/api/ps" {
             assert_eq!((&card["size_vram"], &card["context_length"]), (&json!(11), &json!(64)));
         } else {
@@ -291,5 +303,59 @@ async fn models_as_ollama_lists_them() {
         let shown = server.ask(post("/api/show", body)).await.json();
         assert_eq!(shown["capabilities"], json!(["completion", "tools", "thinking"]));
         assert_eq!(shown["model_info"]["llama.context_length"], 64);
+        assert_eq!(shown["template"], "{{ messages }}");
+        assert_eq!(shown["parameters"], "top_k 20");
+        assert_eq!(shown["modelfile"], "FROM org/tiny\nPARAMETER top_k 20");
     }
+}
+
+/// A delta whose text is one token.
+fn with_logprobs(id: RequestId, text: &str, finish: Option<FinishReason>) -> Delta {
+    let token = |text: &str| TokenText { id: 1, bytes: text.as_bytes().to_vec(), is_shown: true };
+    let logprobs =
+        TextLogprobs { token: token(text), logprob: Some(-0.5), rank: 2, top: vec![(token("b"), -0.25)] };
+    Delta { logprobs: Some(Box::new(vec![logprobs])), ..delta(id, text, finish) }
+}
+
+#[tokio::test]
+async fn log_probabilities_stand_beside_their_text() {
+    let mut server = Server::start_with(with_parsers(), 1, 10).await;
+    let mut client = server.connect().await;
+    let best = json!({"token": "b", "logprob": -0.25, "bytes": [98]});
+    let entry = |text: &str| json!({"token": text, "logprob": -0.5, "bytes": text.as_bytes(), "top_logprobs": [best]});
+    for (path, own) in [
+        (CHAT, json!({"messages": [{"role": "user", "content": "hi"}]})),
+        (GENERATE, json!({"prompt": "a"})),
+        (GENERATE, json!({"prompt": "a", "raw": true})),
+    ] {
+        for stream in [true, false] {
+            let mut body = own.clone();
+            let asked = json!({"logprobs": true, "top_logprobs": 1, "stream": stream});
+            body.as_object_mut().unwrap().extend(asked.as_object().unwrap().clone());
+            client.send(post(path, &body.to_string())).await;
+            let request = server.engine.request().await;
+            assert_eq!(request.sampling.logprobs, Some(1), "{path}");
+            server.engine.delta(with_logprobs(request.id, "x", None));
+            // The end token has no text.
+            let end =
+                Delta { text: String::new(), ..with_logprobs(request.id, "e", Some(FinishReason::Stop)) };
+            server.engine.delta(end);
+            let reply = client.reply().await;
+            let got: Vec<Value> = match stream {
+                true => lines(reply.text()),
+                false => vec![reply.json()],
+            };
+            let got: Vec<_> = got.iter().map(|line| line["logprobs"].clone()).collect();
+            let expected = match stream {
+                true => vec![json!([entry("x")]), json!([entry("e")])],
+                false => vec![json!([entry("x"), entry("e")])],
+            };
+            assert_eq!(got, expected, "{path}");
+        }
+    }
+    client.send(post(GENERATE, r#"{"prompt":"a","stream":false}"#)).await;
+    let request = server.engine.request().await;
+    assert_eq!(request.sampling.logprobs, None);
+    server.engine.finish(request.id, "x", FinishReason::Stop);
+    assert!(client.reply().await.json().get("logprobs").is_none());
 }

@@ -79,8 +79,19 @@ fn common(model: &str) -> Value {
         "OllamaError": object(json!({"error": text()}), json!({})),
         "Timing": timing(),
         "Usage": usage,
+        "PromptLogprobs": prompt_logprobs(),
         "FinishReason": {"enum": ["stop", "tool_calls", "length", "abort"]},
     })
+}
+
+/// Null for the prompt's first token, then an object from token id to what is known of the token there.
+fn prompt_logprobs() -> Value {
+    let rank = json!({"type": "integer", "minimum": 1});
+    let token =
+        object(json!({"logprob": {"type": "number"}, "rank": rank, "decoded_token": text()}), json!({}));
+    list(
+        json!({"type": ["object", "null"], "propertyNames": {"pattern": "^[0-9]+$"}, "additionalProperties": token}),
+    )
 }
 
 /// What whole answers and chunks share.
@@ -129,21 +140,26 @@ fn chat() -> Value {
     let mut entry = token.clone();
     entry["top_logprobs"] = list(object(token, json!({})));
     let logprobs =
-        object(json!({"content": list(object(entry, json!({}))), "refusal": {"type": "null"}}), json!({}));
+        object(json!({"content": list(of("TokenLogprob")), "refusal": {"type": "null"}}), json!({}));
     let choice = |name: &str, content: Value, finish: Value| {
         let mut fields =
             json!({"index": count(), "logprobs": or_null(of("ChatLogprobs")), "finish_reason": finish});
         fields[name] = content;
-        object(fields, json!({"timing": of("Timing")}))
+        object(fields, json!({"timing": of("Timing"), "token_ids": list(count())}))
     };
+    let of_prompt = json!({"prompt_logprobs": of("PromptLogprobs"), "prompt_token_ids": list(count())});
     let whole = choice("message", of("AssistantMessage"), of("FinishReason"));
     let chunk = choice("delta", delta, or_null(of("FinishReason")));
     json!({
         "AssistantMessage": message,
+        "TokenLogprob": object(entry, json!({})),
         "ChatLogprobs": logprobs,
-        "ChatCompletion": with_usage(envelope("chat.completion", whole, json!({}))),
-        "ChatCompletionChunk":
-            envelope("chat.completion.chunk", chunk, json!({"usage": or_null(of("Usage"))})),
+        "ChatCompletion": with_usage(envelope("chat.completion", whole, of_prompt)),
+        "ChatCompletionChunk": envelope(
+            "chat.completion.chunk",
+            chunk,
+            json!({"usage": or_null(of("Usage")), "prompt_token_ids": list(count())}),
+        ),
     })
 }
 
@@ -162,7 +178,10 @@ fn completions() -> Value {
                 "index": count(), "text": text(), "logprobs": or_null(of("CompletionLogprobs")),
                 "finish_reason": finish,
             }),
-            json!({"timing": of("Timing")}),
+            json!({
+                "timing": of("Timing"), "token_ids": list(count()), "prompt_token_ids": list(count()),
+                "prompt_logprobs": of("PromptLogprobs"),
+            }),
         )
     };
     let chunk = choice(or_null(of("FinishReason")));
@@ -299,6 +318,7 @@ fn ollama() -> Value {
         json!({"thinking": text(), "tool_calls": list(call)}),
     );
     let end = json!({
+        "logprobs": list(of("TokenLogprob")),
         "done_reason": {"enum": ["stop", "length", "abort"]}, "total_duration": count(), "load_duration": count(),
         "prompt_eval_count": count(), "prompt_eval_duration": count(), "eval_count": count(),
         "eval_duration": count(),

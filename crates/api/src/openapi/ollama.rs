@@ -4,17 +4,19 @@ use super::fields::Kind::{Bool, Integer, Number, Shape, Text};
 use super::fields::{Field, FieldTable, Neutral, body_schema, ignored, read, required, unsupported};
 use super::requests::OPEN;
 use super::shapes;
-use crate::request::limits::{PENALTY_MAX, REPETITION_MAX, REPETITION_MIN, TEMPERATURE_MAX};
+use crate::request::limits::{
+    PENALTY_MAX, REPETITION_MAX, REPETITION_MIN, TEMPERATURE_MAX, TOP_LOGPROBS_MAX,
+};
 use serde_json::json;
 
 /// `/api/chat`
 pub(crate) const CHAT: FieldTable =
-    FieldTable { name: "OllamaChatRequest", groups: &[CHAT_OWN, COMMON, WITHOUT_EFFECT, UNSUPPORTED] };
+    FieldTable { name: "OllamaChatRequest", groups: &[CHAT_OWN, COMMON, WITHOUT_EFFECT] };
 
 /// `/api/generate`
 pub(crate) const GENERATE: FieldTable = FieldTable {
     name: "OllamaGenerateRequest",
-    groups: &[GENERATE_OWN, COMMON, WITHOUT_EFFECT, UNSUPPORTED, UNSUPPORTED_IN_GENERATE],
+    groups: &[GENERATE_OWN, COMMON, WITHOUT_EFFECT, UNSUPPORTED_IN_GENERATE],
 };
 
 /// `options`
@@ -48,12 +50,11 @@ const COMMON: &[Field] = &[
     read("format", Shape(FORMAT), "text", "see \"Structured output\""),
     read("options", Shape(OPTIONS_SHAPE), "the model's", "what is absent has the model's default, not Ollama's"),
     read("stream", Bool, "true", ""),
+    read("logprobs", Bool, "false", "see \"Log-probabilities\": those of a chat, beside the text they belong to"),
+    read("top_logprobs", Integer(0, TOP_LOGPROBS_MAX), "0", "needs `logprobs: true`"),
 ];
 
 const WITHOUT_EFFECT: &[Field] = &[ignored("keep_alive"), ignored("truncate"), ignored("shift")];
-
-const UNSUPPORTED: &[Field] =
-    &[unsupported("logprobs", Neutral::Bool(false)), unsupported("top_logprobs", Neutral::Number(0.0))];
 
 const UNSUPPORTED_IN_GENERATE: &[Field] = &[
     unsupported("suffix", Neutral::Empty),

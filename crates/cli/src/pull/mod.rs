@@ -40,9 +40,10 @@ use partial::Partial;
 pub use progress::Progress;
 use pypi::{Pip, WheelSource};
 use select::What;
+use sha2::{Digest, Sha256};
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use store::with_suffix;
+use store::{Marks, with_suffix};
 
 impl From<PullError> for CliError {
     fn from(error: PullError) -> Self {
@@ -110,6 +111,29 @@ fn resolve_what(
             hub_model::obtain(&id, &what(&id), &places, progress::for_stderr().as_mut())
         }
         (Err(_), None) => Err(PullError::Unknown { got: model.to_owned(), known: catalogue::names() }),
+    }
+}
+
+/// What the cache knows of the content of the model at `path`, in hexadecimal: the SHA-256 of a file, or for a folder
+/// that of its files' hashes and names as `sha256sum` would list them. `None`: not of the cache, or no longer what was
+/// fetched. Reads no weights.
+pub fn digest(path: &Path) -> Option<String> {
+    let in_cache = |model: &&Model| path.ends_with(Path::new("models").join(model.name).join(model.file));
+    if let Some(model) = catalogue::MODELS.iter().find(in_cache) {
+        return is_verified(path, model).then(|| model.sha256.to_owned());
+    }
+    // A GGUF file of the hub has a folder of its own.
+    let folder = if path.is_dir() { path } else { path.parent()? };
+    let marks = Marks::load(with_suffix(folder, ".verified"));
+    if !marks.all_fit(folder) {
+        return None;
+    }
+    match marks.hashes().collect::<Vec<_>>()[..] {
+        [(digits, _)] if checksum::is_hex(digits, 64) => Some(digits.to_owned()),
+        ref files => {
+            let list = files.iter().map(|(digits, name)| format!("{digits}  {name}\n"));
+            Some(checksum::hex(Sha256::new_with_prefix(list.collect::<String>())))
+        }
     }
 }
 

@@ -111,6 +111,11 @@ impl Marks {
         Ok(())
     }
 
+    /// The hash and the name of each file, in order of their names.
+    pub fn hashes(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.lines.iter().map(|(name, (digits, _))| (digits.as_str(), name.as_str()))
+    }
+
     fn stamp_fits(&self, folder: &Path, name: &str) -> bool {
         let marked = self.lines.get(name).map(|(_, stamp)| stamp);
         stamp(&folder.join(name)).is_ok_and(|now| Some(&now) == marked)

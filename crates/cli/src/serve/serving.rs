@@ -208,13 +208,11 @@ fn in_words(error: JoinError) -> String {
 }
 
 /// How the model writes calls and reasoning, as its chat template shows.
-fn detected_parsers(plan: &ServePlan) -> Result<ParserChoice> {
-    let text = lockstep_tokenizer::chat_template_text(&plan.model_path, plan.chat_template.as_deref());
-    let text = text.map_err(CliError::with(ExitCode::ModelFiles))?;
+fn detected_parsers(plan: &ServePlan, template: Option<&str>) -> ParserChoice {
     // The folder's name and the served one: a server may call its model anything.
     let folder = plan.model_path.file_name().map(|name| name.to_string_lossy());
     let name = format!("{} {}", folder.unwrap_or_default(), plan.served_model_name);
-    Ok(lockstep_api::parsers::detect(&text.unwrap_or_default(), &name))
+    lockstep_api::parsers::detect(template.unwrap_or_default(), &name)
 }
 
 fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Facts) -> Result<ApiConfig> {
@@ -223,6 +221,8 @@ fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Fac
     let children = processes.into_iter().map(|(name, pid)| ProcessInfo { name, pid });
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let generation = &plan.generation;
+    let template = lockstep_tokenizer::chat_template_text(&plan.model_path, plan.chat_template.as_deref())
+        .map_err(CliError::with(ExitCode::ModelFiles))?;
     Ok(ApiConfig {
         running_max: plan.batching.running_max,
         default_sampling: SamplingDefaults {
@@ -234,7 +234,9 @@ fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Fac
         model_path: plan.model_path.display().to_string(),
         architecture: plan.model.architecture.clone(),
         chat_error: facts.chat_error,
-        parsers: flags.parsers(detected_parsers(plan)?),
+        parsers: flags.parsers(detected_parsers(plan, template.as_deref())),
+        chat_template: template,
+        model_digest: crate::pull::digest(&plan.model_path),
         api_keys: plan.api_keys.clone(),
         connections_max: plan.connections.connections_max,
         patience: plan.connections.patience,

@@ -1,10 +1,12 @@
 //! The JSON of `/api/chat` and `/api/generate`.
 
+use super::super::openai::{ChatToken, chat_tokens};
 use super::clock::{nanos, rfc3339};
 use crate::answer::{
     Finish, Form, Frames, Framing, Joined, JoinedCall, Label, NewPart, NewTokens, Section, WholeChoice,
 };
 use crate::parsers::Event as Part;
+use crate::request::LogprobsWish;
 use crate::respond::to_json;
 use lockstep_wire::Usage;
 use serde::Serialize;
@@ -30,6 +32,8 @@ pub(super) struct Answer {
     joined: Joined,
     /// Calls that the client has.
     calls_sent: usize,
+    /// Log-probabilities that no line has carried yet; `None`: nobody asked for them.
+    logprobs: Option<Vec<ChatToken>>,
 }
 
 /// One line of a stream, or a whole answer.
@@ -44,6 +48,8 @@ struct Line<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     thinking: Option<&'a str>,
     done: bool,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    logprobs: Vec<ChatToken>,
     #[serde(flatten)]
     end: Option<End>,
 }
@@ -109,13 +115,28 @@ fn call(index: usize, call: &JoinedCall) -> Option<Call<'_>> {
 }
 
 impl Answer {
-    pub(super) fn new(label: Label, field: Field) -> Self {
-        Self { label, field, started: Instant::now(), joined: Joined::default(), calls_sent: 0 }
+    pub(super) fn new(label: Label, field: Field, logprobs: LogprobsWish) -> Self {
+        Self {
+            label,
+            field,
+            started: Instant::now(),
+            joined: Joined::default(),
+            calls_sent: 0,
+            logprobs: (logprobs != LogprobsWish::None).then(Vec::new),
+        }
     }
 
-    fn line(&self, content: &str, thinking: &str, tool_calls: Vec<Call<'_>>, end: Option<End>) -> String {
+    /// Keeps the log-probabilities of `tokens` for the next line.
+    fn hold(&mut self, tokens: &NewTokens) {
+        if let Some(held) = &mut self.logprobs {
+            held.extend(chat_tokens(&tokens.logprobs));
+        }
+    }
+
+    fn line(&mut self, content: &str, thinking: &str, tool_calls: Vec<Call<'_>>, end: Option<End>) -> String {
         let thinking = (!thinking.is_empty()).then_some(thinking);
         let is_message = self.field == Field::Message;
+        let logprobs = self.logprobs.as_mut().map(std::mem::take).unwrap_or_default();
         to_json(&Line {
             model: &self.label.model,
             created_at: rfc3339(SystemTime::now()),
@@ -123,6 +144,7 @@ impl Answer {
             response: (!is_message).then_some(content),
             thinking: thinking.filter(|_| !is_message),
             done: end.is_some(),
+            logprobs,
             end,
         })
     }
@@ -131,12 +153,13 @@ impl Answer {
     fn send_calls(&mut self, all: bool, out: &mut Frames) {
         let ends_inside = matches!(self.joined.sections.last(), Some(Section::Call(_))) && !all;
         let complete = self.joined.calls().count() - usize::from(ends_inside);
-        let new = self.joined.calls().enumerate().take(complete).skip(self.calls_sent);
+        let joined = std::mem::take(&mut self.joined);
+        let new = joined.calls().enumerate().take(complete).skip(self.calls_sent);
         let calls: Vec<_> = new.filter_map(|(index, new)| call(index, new)).collect();
         if !calls.is_empty() {
-            let line = self.line("", "", calls, None);
-            out.line(&line);
+            out.line(&self.line("", "", calls, None));
         }
+        self.joined = joined;
         self.calls_sent = complete;
     }
 }
@@ -151,6 +174,7 @@ impl Form for Answer {
     }
 
     fn part(&mut self, new: NewPart<'_>, out: &mut Frames) {
+        self.hold(&new.tokens);
         match new.part {
             Part::TextDelta(text) => out.line(&self.line(text, "", Vec::new(), None)),
             Part::ReasoningDelta(text) => out.line(&self.line("", text, Vec::new(), None)),
@@ -161,16 +185,20 @@ impl Form for Answer {
         }
     }
 
-    fn finish(&mut self, _choice: usize, finish: &Finish, _rest: NewTokens, out: &mut Frames) {
+    fn finish(&mut self, _choice: usize, finish: &Finish, rest: NewTokens, out: &mut Frames) {
+        self.hold(&rest);
         self.send_calls(true, out);
-        out.line(&self.line("", "", Vec::new(), Some(End::of(finish, self.started.elapsed()))));
+        let end = End::of(finish, self.started.elapsed());
+        out.line(&self.line("", "", Vec::new(), Some(end)));
     }
 
     fn end(&mut self, _usage: Usage, _out: &mut Frames) {}
 
     fn whole(&mut self, choices: &[WholeChoice], _usage: Usage) -> String {
-        let Some(WholeChoice { joined, finish, .. }) = choices.first() else { return String::new() };
+        let Some(WholeChoice { joined, tokens, finish }) = choices.first() else { return String::new() };
+        self.hold(tokens);
         let calls = joined.calls().enumerate().filter_map(|(index, new)| call(index, new)).collect();
-        self.line(&joined.text(), &joined.reasoning(), calls, Some(End::of(finish, self.started.elapsed())))
+        let end = End::of(finish, self.started.elapsed());
+        self.line(&joined.text(), &joined.reasoning(), calls, Some(end))
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Requests are read as chats, `raw` ones as completions; everything about sampling is in `options`. Streams
 //! are the default: one JSON object per line, the last one with `done: true`, the counts and the times. A tool
-//! call comes whole, in one line.
+//! call comes whole, in one line. Log-probabilities, where asked for, stand in the line of the text that came with
+//! them, those of tokens without text in the next line.
 
 mod answer;
 mod clock;
@@ -64,8 +65,8 @@ impl Dialect for Chat {
         Ok((Self::validated(Endpoint::Chat, &translated, reading)?, ()))
     }
 
-    fn form(label: Label, _call: &Call, (): ()) -> Box<dyn Form> {
-        Box::new(Answer::new(label, Field::Message))
+    fn form(label: Label, call: &Call, (): ()) -> Box<dyn Form> {
+        Box::new(Answer::new(label, Field::Message, call.logprobs))
     }
 }
 
@@ -83,8 +84,8 @@ impl Dialect for Generate {
         Ok((Self::validated(endpoint, &translated, reading)?, ()))
     }
 
-    fn form(label: Label, _call: &Call, (): ()) -> Box<dyn Form> {
-        Box::new(Answer::new(label, Field::Response))
+    fn form(label: Label, call: &Call, (): ()) -> Box<dyn Form> {
+        Box::new(Answer::new(label, Field::Response, call.logprobs))
     }
 }
 

@@ -73,10 +73,13 @@ async fn shown(app: &App, request: Request<Body>) -> Result<Value, Refusal> {
     .filter_map(|(name, value)| value.map(|value| format!("{name} {value}")))
     .collect();
     let architecture = &config.architecture;
+    // Without the template, which is no Go template that Ollama could read.
+    let modelfile = std::iter::once(format!("FROM {}", config.served_model_name))
+        .chain(parameters.iter().map(|parameter| format!("PARAMETER {parameter}")));
     Ok(json!({
-        "modelfile": format!("FROM {}", config.served_model_name),
+        "modelfile": modelfile.collect::<Vec<_>>().join("\n"),
         "parameters": parameters.join("\n"),
-        "template": "",
+        "template": config.chat_template.as_deref().unwrap_or_default(),
         "details": details(config),
         "model_info": {
             "general.architecture": architecture,
@@ -97,7 +100,7 @@ async fn card(app: &App) -> Result<Map<String, Value>, Refusal> {
         "name": name,
         "model": name,
         "size": size,
-        "digest": "",
+        "digest": app.config.model_digest.as_deref().unwrap_or_default(),
         "details": details(&app.config),
     });
     match card {

@@ -2,7 +2,7 @@
 
 use crate::ApiConfig;
 use crate::fields::{Fields, kind};
-use crate::request::{Endpoint, policy::shorten};
+use crate::request::{Endpoint, limits::TOP_LOGPROBS_MAX, policy::shorten};
 use lockstep_core::Refusal;
 use serde_json::{Map, Value, json};
 
@@ -62,6 +62,15 @@ pub(super) fn common(
     if let Some(name) = fields.string("model")? {
         let name = if is_served(name, config) { config.served_model_name.as_str() } else { name };
         translated.insert("model".into(), name.into());
+    }
+    let logprobs = fields.boolean("logprobs")?.unwrap_or(false);
+    let top = fields.integer("top_logprobs", 0..=TOP_LOGPROBS_MAX)?.unwrap_or(0);
+    if top > 0 && !logprobs {
+        return Err(fields.invalid("top_logprobs", "needs logprobs: true"));
+    }
+    if logprobs {
+        translated.insert("logprobs".into(), true.into());
+        translated.insert("top_logprobs".into(), json!(top as i64));
     }
     // The last line tells where the time went.
     translated.insert("timing".into(), true.into());
@@ -188,6 +197,10 @@ pub(super) fn prompt(
             return Err(fields.invalid("system", format!("has no place in the prompt with {why}")));
         }
         translated.remove("chat_template_kwargs");
+        // A completion has one field for both.
+        let top = translated.remove("top_logprobs");
+        translated.remove("logprobs");
+        translated.extend(top.map(|top| ("logprobs".into(), top)));
         translated.insert("prompt".into(), prompt.into());
         // A completion would end after a few tokens otherwise.
         translated.entry("max_tokens").or_insert_with(|| config.context_max.into());

@@ -155,6 +155,14 @@ fn fetches_what_serving_needs_and_asks_once() {
     assert_eq!(told.positions.last(), Some(&(total as u64)));
     assert!(told.positions.is_sorted(), "one bar for all files");
     assert!(told.notes[0].contains("licence is mit"), "{:?}", told.notes);
+    // As `sha256sum` and `git hash-object` would list them.
+    let hash = |name: &str| match name.ends_with(".safetensors") {
+        true => sha256(&repo.files[name]).to_owned(),
+        false => git_hash(&repo.files[name]),
+    };
+    let list: String = Repo::SHARDED_NAMES.map(|name| format!("{}  {name}\n", hash(name))).concat();
+    assert_eq!(digest(&folder).as_deref(), Some(sha256(list.as_bytes())));
+    assert_eq!(digest(&cache.0), None, "not what was fetched");
     // From now on without the hub, by any name for it.
     for name in ["org/name", "org/name@main", &format!("org/name@{COMMIT}")] {
         assert_eq!(obtain(name, &places(&cache, &nobody())).0.unwrap(), folder);
