@@ -10,13 +10,131 @@ constexpr int WARPS = 4, AT_ONCE = 4;
 // Positions of a split are a multiple of this.
 constexpr u32 STEP_OF_SPLITS = 64;
 
+// The softmax of a subgroup for each head of a group: this lane's part of the outputs, maxima and sums.
+template <int GROUP>
+struct Sums {
+  float acc[GROUP][8], largest[GROUP], total[GROUP];
+  __device__ __forceinline__ Sums() {
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+      largest[g] = NOTHING;
+      total[g] = 0;
+#pragma unroll
+      for (int e = 0; e < 8; e++) acc[g][e] = 0;
+    }
+  }
+};
+
+// Where the splits of a launch leave their parts, `[unit][split][GROUP]`, and how many of a unit's have.
+struct Parts {
+  float* sums;
+  float2* states;
+  u32* finished;
+};
+
+// Scores of AT_ONCE positions, each subgroup its own; NOTHING for those at `to` and beyond.
 template <int LANES, int GROUP>
-__device__ __forceinline__ void attention_token(const elem* qkv, const elem* k_cache, const elem* v_cache, const Token* tokens, const u32* all_pages, elem* out, float* partial, float2* partial_ml, u32* finished, const Heads& h) {
+__device__ __forceinline__ void score_positions(float (*score)[AT_ONCE], const float (*query)[8], const uint4 (*k)[8 / VEC], const Heads& h, u32 base, u32 to) {
+  const u32 sub = (threadIdx.x & 31) / LANES;
+#pragma unroll
+  for (int u = 0; u < AT_ONCE; u++) {
+    float key[8];
+#pragma unroll
+    for (int i = 0; i < 8 / VEC; i++) unpack(k[u][i], key + i * VEC);
+    const bool visible = base + u * (32 / LANES) + sub < to;
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+      float dot = 0;
+#pragma unroll
+      for (int e = 0; e < 8; e++) dot += key[e] * query[g][e];
+#pragma unroll
+      for (int o = LANES / 2; o; o >>= 1) dot += __shfl_xor_sync(~0u, dot, o);
+      score[g][u] = visible ? exponent(h, dot) : NOTHING;
+    }
+  }
+}
+
+// Adds values by their scores.
+template <int GROUP>
+__device__ __forceinline__ void add_values(Sums<GROUP>& sums, float (*score)[AT_ONCE], const uint4 (*v)[8 / VEC]) {
+#pragma unroll
+  for (int g = 0; g < GROUP; g++) {
+    float now = sums.largest[g];
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; u++) now = fmaxf(now, score[g][u]);
+    const float shrink = exp2f(sums.largest[g] - now);
+    sums.largest[g] = now;
+    sums.total[g] *= shrink;
+#pragma unroll
+    for (int e = 0; e < 8; e++) sums.acc[g][e] *= shrink;
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; u++) {
+      // A subgroup that has seen nothing yet would take masked positions for its maximum.
+      score[g][u] = score[g][u] > NOTHING ? exp2f(score[g][u] - now) : 0.f;
+      sums.total[g] += score[g][u];
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < AT_ONCE; u++) {
+    float value[8];
+#pragma unroll
+    for (int i = 0; i < 8 / VEC; i++) unpack(v[u][i], value + i * VEC);
+#pragma unroll
+    for (int g = 0; g < GROUP; g++)
+#pragma unroll
+      for (int e = 0; e < 8; e++) sums.acc[g][e] += score[g][u] * value[e];
+  }
+}
+
+// Joins the subgroups of a warp.
+template <int LANES, int GROUP>
+__device__ __forceinline__ void join_subgroups(Sums<GROUP>& sums) {
+#pragma unroll
+  for (int g = 0; g < GROUP; g++)
+#pragma unroll
+    for (int o = LANES; o < 32; o <<= 1) {
+      const float other = __shfl_xor_sync(~0u, sums.largest[g], o), now = fmaxf(sums.largest[g], other);
+      const float mine = exp2f(sums.largest[g] - now), theirs = exp2f(other - now);
+      sums.total[g] = sums.total[g] * mine + __shfl_xor_sync(~0u, sums.total[g], o) * theirs;
+#pragma unroll
+      for (int e = 0; e < 8; e++) sums.acc[g][e] = sums.acc[g][e] * mine + __shfl_xor_sync(~0u, sums.acc[g][e], o) * theirs;
+      sums.largest[g] = now;
+    }
+}
+
+// Joins the splits of a unit, if this block brings the last.
+template <int LANES, int GROUP>
+__device__ __forceinline__ void join_splits(const Parts& parts, const Heads& h, u64 unit, u32 splits, u32 head_count, elem* result) {
+  __shared__ u32 is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicInc(parts.finished + unit, splits - 1) == splits - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  for (int g = 0; g < head_count; g++) {
+    const u64 part = unit * gridDim.x * GROUP + g;
+    float now = NOTHING, sum = 0;
+    for (u32 s = 0; s < splits; s++) now = fmaxf(now, __ldcg(&parts.states[part + s * GROUP]).x);
+    for (u32 s = 0; s < splits; s++) {
+      const float2 state = __ldcg(&parts.states[part + s * GROUP]);
+      sum += state.y * exp2f(state.x - now);
+    }
+    for (u32 d = threadIdx.x; d < h.head_dim; d += blockDim.x) {
+      float a = 0;
+      for (u32 s = 0; s < splits; s++)
+        a += __ldcg(&parts.sums[(part + s * GROUP) * (LANES * 8) + d]) * exp2f(__ldcg(&parts.states[part + s * GROUP]).x - now);
+      put(result + g * h.head_dim + d, a / sum);
+    }
+  }
+}
+
+template <int LANES, int GROUP>
+__device__ __forceinline__ void attention_token(const elem* qkv, const elem* k_cache, const elem* v_cache, const Token* tokens, const u32* all_pages, elem* out, const Parts& parts, const Heads& h) {
   constexpr int SUBGROUPS = 32 / LANES, STEP = SUBGROUPS * AT_ONCE;
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, sub = lane / LANES, column = (lane % LANES) * 8;
-  __shared__ float sums[WARPS][GROUP][LANES * 8];
+  __shared__ float warp_sums[WARPS][GROUP][LANES * 8];
   __shared__ float2 states[WARPS][GROUP];
-  __shared__ u32 is_last;
   wait_for_previous();
   let_next_start();
   const Token token = tokens[blockIdx.z];
@@ -31,15 +149,11 @@ __device__ __forceinline__ void attention_token(const elem* qkv, const elem* k_c
   const bool inside = column < h.head_dim;
   const elem* q = qkv + (u64)token.row * (h.heads + 2 * h.kv_heads) * h.head_dim + (u64)head0 * h.head_dim + column;
 
-  float query[GROUP][8], acc[GROUP][8], largest[GROUP], total[GROUP];
+  float query[GROUP][8] = {};
 #pragma unroll
-  for (int g = 0; g < GROUP; g++) {
-    largest[g] = NOTHING;
-    total[g] = 0;
-#pragma unroll
-    for (int e = 0; e < 8; e++) query[g][e] = acc[g][e] = 0;
+  for (int g = 0; g < GROUP; g++)
     if (inside && g < head_count) load8(q + g * h.head_dim, query[g]);
-  }
+  Sums<GROUP> sums;
   for (u32 base = from + warp * STEP; base < to; base += WARPS * STEP) {
     uint4 k[AT_ONCE][8 / VEC], v[AT_ONCE][8 / VEC];
 #pragma unroll
@@ -56,66 +170,17 @@ __device__ __forceinline__ void attention_token(const elem* qkv, const elem* k_c
         }
       }
     }
-    float weight[GROUP][AT_ONCE];
-#pragma unroll
-    for (int u = 0; u < AT_ONCE; u++) {
-      float key[8];
-#pragma unroll
-      for (int i = 0; i < 8 / VEC; i++) unpack(k[u][i], key + i * VEC);
-      const bool visible = base + u * SUBGROUPS + sub < to;
-#pragma unroll
-      for (int g = 0; g < GROUP; g++) {
-        float dot = 0;
-#pragma unroll
-        for (int e = 0; e < 8; e++) dot += key[e] * query[g][e];
-#pragma unroll
-        for (int o = LANES / 2; o; o >>= 1) dot += __shfl_xor_sync(~0u, dot, o);
-        weight[g][u] = visible ? exponent(h, dot) : NOTHING;
-      }
-    }
-#pragma unroll
-    for (int g = 0; g < GROUP; g++) {
-      float now = largest[g];
-#pragma unroll
-      for (int u = 0; u < AT_ONCE; u++) now = fmaxf(now, weight[g][u]);
-      const float shrink = exp2f(largest[g] - now);
-      largest[g] = now;
-      total[g] *= shrink;
-#pragma unroll
-      for (int e = 0; e < 8; e++) acc[g][e] *= shrink;
-#pragma unroll
-      for (int u = 0; u < AT_ONCE; u++) {
-        // A subgroup that has seen nothing yet would take masked positions for its maximum.
-        weight[g][u] = weight[g][u] > NOTHING ? exp2f(weight[g][u] - now) : 0.f;
-        total[g] += weight[g][u];
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < AT_ONCE; u++) {
-      float value[8];
-#pragma unroll
-      for (int i = 0; i < 8 / VEC; i++) unpack(v[u][i], value + i * VEC);
-#pragma unroll
-      for (int g = 0; g < GROUP; g++)
-#pragma unroll
-        for (int e = 0; e < 8; e++) acc[g][e] += weight[g][u] * value[e];
-    }
+    float score[GROUP][AT_ONCE];
+    score_positions<LANES, GROUP>(score, query, k, h, base, to);
+    add_values<GROUP>(sums, score, v);
   }
+  join_subgroups<LANES, GROUP>(sums);
 #pragma unroll
   for (int g = 0; g < GROUP; g++) {
-#pragma unroll
-    for (int o = LANES; o < 32; o <<= 1) {
-      const float other = __shfl_xor_sync(~0u, largest[g], o), now = fmaxf(largest[g], other);
-      const float mine = exp2f(largest[g] - now), theirs = exp2f(other - now);
-      total[g] = total[g] * mine + __shfl_xor_sync(~0u, total[g], o) * theirs;
-#pragma unroll
-      for (int e = 0; e < 8; e++) acc[g][e] = acc[g][e] * mine + __shfl_xor_sync(~0u, acc[g][e], o) * theirs;
-      largest[g] = now;
-    }
     if (sub == 0)
 #pragma unroll
-      for (int e = 0; e < 8; e++) sums[warp][g][column + e] = acc[g][e];
-    if (lane == 0) states[warp][g] = make_float2(largest[g], total[g]);
+      for (int e = 0; e < 8; e++) warp_sums[warp][g][column + e] = sums.acc[g][e];
+    if (lane == 0) states[warp][g] = make_float2(sums.largest[g], sums.total[g]);
   }
   __syncthreads();
   // Over the warps; then this block's share is done, or the whole token is.
@@ -126,41 +191,20 @@ __device__ __forceinline__ void attention_token(const elem* qkv, const elem* k_c
     for (int w = 0; w < WARPS; w++) now = fmaxf(now, states[w][g].x);
     for (int w = 0; w < WARPS; w++) sum += states[w][g].y * exp2f(states[w][g].x - now);
     const u64 part = (unit * gridDim.x + blockIdx.x) * GROUP + g;
-    if (splits > 1 && threadIdx.x == 0) partial_ml[part] = make_float2(now, sum);
+    if (splits > 1 && threadIdx.x == 0) parts.states[part] = make_float2(now, sum);
     for (u32 d = threadIdx.x; d < h.head_dim; d += blockDim.x) {
       float a = 0;
-      for (int w = 0; w < WARPS; w++) a += sums[w][g][d] * exp2f(states[w][g].x - now);
-      if (splits > 1) partial[part * (LANES * 8) + d] = a;
+      for (int w = 0; w < WARPS; w++) a += warp_sums[w][g][d] * exp2f(states[w][g].x - now);
+      if (splits > 1) parts.sums[part * (LANES * 8) + d] = a;
       else put(result + g * h.head_dim + d, a / sum);
     }
   }
-  if (splits == 1) return;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicInc(finished + unit, splits - 1) == splits - 1;
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  for (int g = 0; g < head_count; g++) {
-    const u64 part = unit * gridDim.x * GROUP + g;
-    float now = NOTHING, sum = 0;
-    for (u32 s = 0; s < splits; s++) now = fmaxf(now, __ldcg(&partial_ml[part + s * GROUP]).x);
-    for (u32 s = 0; s < splits; s++) {
-      const float2 state = __ldcg(&partial_ml[part + s * GROUP]);
-      sum += state.y * exp2f(state.x - now);
-    }
-    for (u32 d = threadIdx.x; d < h.head_dim; d += blockDim.x) {
-      float a = 0;
-      for (u32 s = 0; s < splits; s++)
-        a += __ldcg(&partial[(part + s * GROUP) * (LANES * 8) + d]) * exp2f(__ldcg(&partial_ml[part + s * GROUP]).x - now);
-      put(result + g * h.head_dim + d, a / sum);
-    }
-  }
+  if (splits > 1) join_splits<LANES, GROUP>(parts, h, unit, splits, head_count, result);
 }
 
 #define ATTENTION_TOKEN(LANES, GROUP, NAME)                                                                 \
   extern "C" __global__ void __launch_bounds__(128) NAME(const elem* qkv, const elem* k, const elem* v, const Token* tokens, const u32* pages, elem* out, float* partial, float2* partial_ml, u32* finished, Heads h) { \
-    attention_token<LANES, GROUP>(qkv, k, v, tokens, pages, out, partial, partial_ml, finished, h); }
+    attention_token<LANES, GROUP>(qkv, k, v, tokens, pages, out, {partial, partial_ml, finished}, h); }
 ATTENTION_TOKEN(DIM / 8, 1, attention_token_1)
 ATTENTION_TOKEN(DIM / 8, 2, attention_token_2)
 ATTENTION_TOKEN(DIM / 8, 4, attention_token_4)

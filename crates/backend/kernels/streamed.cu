@@ -66,14 +66,27 @@ __device__ __forceinline__ void join(const Product& p, const Shares& shares, u32
   __syncthreads();
   if (!is_last) return;
   __threadfence();
-  for (u32 i = threadIdx.x; i < p.rows * (T::ROWS / 4); i += T::THREADS) {
-    float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-    for (u32 block = from; block <= to; block++) {
-      const float4 v = __ldcg((const float4*)(p.parts + (u64)shares.part(block, begin) * T::TOKENS * T::ROWS) + i);
-      sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+  // Nothing else runs on this multiprocessor by now: the loads of a part are all in flight at once.
+  constexpr u32 EACH = T::TOKENS * T::ROWS / 4 / T::THREADS;
+  const u32 count = p.rows * (T::ROWS / 4);
+  float4 sum[EACH];
+#pragma unroll
+  for (u32 e = 0; e < EACH; e++) sum[e] = make_float4(0, 0, 0, 0);
+#pragma unroll 2
+  for (u32 block = from; block <= to; block++) {
+    const float4* part = (const float4*)(p.parts + (u64)shares.part(block, begin) * T::TOKENS * T::ROWS);
+#pragma unroll
+    for (u32 e = 0; e < EACH; e++) {
+      const u32 i = threadIdx.x + e * T::THREADS;
+      if (i >= count) continue;
+      const float4 v = __ldcg(part + i);
+      sum[e] = make_float4(sum[e].x + v.x, sum[e].y + v.y, sum[e].z + v.z, sum[e].w + v.w);
     }
-    p.put4(i / (T::ROWS / 4), tile * T::ROWS + i % (T::ROWS / 4) * 4, sum);
+  }
+#pragma unroll
+  for (u32 e = 0; e < EACH; e++) {
+    const u32 i = threadIdx.x + e * T::THREADS;
+    if (i < count) p.put4(i / (T::ROWS / 4), tile * T::ROWS + i % (T::ROWS / 4) * 4, sum[e]);
   }
 }
 
@@ -138,9 +151,14 @@ __device__ __forceinline__ void streamed(const Product& p) {
   extern "C" __global__ void __launch_bounds__(256, 1) NAME(const elem* weights, const elem* x, const float* bias, elem* y, u32 n, u32 k, u32 rows, float* parts, u32* finished) { \
     streamed<TILE>({weights, x, bias, y, n, k, rows, parts, finished});                                      \
   }
-using Tile16 = Tile<64, 16, 128, STAGES_0, 2, 1, 4>;
-using Tile32 = Tile<128, 32, 64, STAGES_1, 4, 1, 2>;
-using Tile64 = Tile<128, 64, 64, STAGES_2, 4, 1, 2>;
-STREAMED(streamed_16, Tile16)
-STREAMED(streamed_32, Tile32)
-STREAMED(streamed_64, Tile64)
+// Few outputs of many parts each are joined sooner; many read x less often.
+using Tile64x16 = Tile<64, 16, 128, STAGES_0, 2, 1, 4>;
+using Tile64x32 = Tile<64, 32, 128, STAGES_1, 2, 1, 4>;
+using Tile128x32 = Tile<128, 32, 64, STAGES_2, 4, 1, 2>;
+using Tile64x64 = Tile<64, 64, 128, STAGES_3, 2, 1, 4>;
+using Tile128x64 = Tile<128, 64, 64, STAGES_4, 4, 1, 2>;
+STREAMED(streamed_64x16, Tile64x16)
+STREAMED(streamed_64x32, Tile64x32)
+STREAMED(streamed_128x32, Tile128x32)
+STREAMED(streamed_64x64, Tile64x64)
+STREAMED(streamed_128x64, Tile128x64)

@@ -6,7 +6,7 @@ use super::driver::Device;
 use super::gemm::{Operands, Shape};
 use super::launch::{Args, Grid, Kernel};
 use super::memory::Buffer;
-use super::ring::{self, STREAMED};
+use super::ring::{self, RingTile, STREAMED};
 use crate::Result;
 use lockstep_core::DType;
 use std::rc::Rc;
@@ -24,8 +24,7 @@ const SKINNY_OUTPUTS: usize = 16;
 /// its early start makes up for more outputs; where nothing was timed.
 const SKINNY_N_MAX: usize = 4096;
 const SKINNY_WEIGHTS_MAX: usize = 8_000_000;
-/// Rows of the kernels that stream weights through shared memory, and tiles of outputs whose parts they count.
-const STREAMED_ROWS_MAX: usize = 64;
+/// Tiles of outputs whose parts the kernels count that stream weights through shared memory.
 const STREAMED_TILES_MAX: usize = 8192;
 
 /// One of the kernels.
@@ -35,13 +34,21 @@ pub(super) enum FewRowsWay {
     Gemv,
     /// `skinny.cu`.
     Skinny,
-    /// `streamed.cu`.
-    Streamed,
+    /// `streamed.cu`, by tile of [`STREAMED`].
+    Streamed(usize),
 }
 
 impl FewRowsWay {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::Gemv, Self::Skinny, Self::Streamed];
+    pub const ALL: [Self; 7] = [
+        Self::Gemv,
+        Self::Skinny,
+        Self::Streamed(0),
+        Self::Streamed(1),
+        Self::Streamed(2),
+        Self::Streamed(3),
+        Self::Streamed(4),
+    ];
 
     /// Whether it takes such products of matrices of `dtype`.
     pub fn takes(self, shape: &Shape, dtype: DType) -> bool {
@@ -49,10 +56,12 @@ impl FewRowsWay {
         match self {
             Self::Gemv => (1..=GEMV_ROWS_MAX).contains(&shape.m),
             Self::Skinny => of_16_bits && (2..=SKINNY_ROWS_MAX).contains(&shape.m),
-            Self::Streamed => {
-                let tile = STREAMED.tiles[STREAMED.fitting(shape.m)];
-                let has_counters = shape.n.div_ceil(tile.rows) <= STREAMED_TILES_MAX;
-                of_16_bits && (2..=STREAMED_ROWS_MAX).contains(&shape.m) && has_counters
+            Self::Streamed(kind) => {
+                let tile = STREAMED.tiles[kind];
+                // A tile that holds twice as many rows costs more and gains nothing.
+                let is_smaller = |other: &RingTile| (shape.m..tile.tokens).contains(&other.tokens);
+                let fits = (2..=tile.tokens).contains(&shape.m) && !STREAMED.tiles.iter().any(is_smaller);
+                of_16_bits && fits && shape.n.div_ceil(tile.rows) <= STREAMED_TILES_MAX
             }
         }
     }
@@ -94,7 +103,8 @@ struct TensorCores {
 impl TensorCores {
     fn new(device: &Rc<Device>, dtype: DType) -> Result<Self> {
         let module = Source::Streamed.load(device, dtype)?;
-        let names = ["streamed_16", "streamed_32", "streamed_64"];
+        let names =
+            ["streamed_64x16", "streamed_64x32", "streamed_128x32", "streamed_64x64", "streamed_128x64"];
         let plans = STREAMED.plans(&device.architecture());
         let streamed =
             names.into_iter().zip(plans).map(|(name, plan)| module.kernel(name, plan.shared_bytes));
@@ -140,8 +150,7 @@ impl FewRows {
             (FewRowsWay::Skinny, Some(cores)) => {
                 (&cores.skinny, Grid::rows(n.div_ceil(SKINNY_OUTPUTS), SKINNY_THREADS), args.int(m))
             }
-            (FewRowsWay::Streamed, Some(cores)) => {
-                let kind = STREAMED.fitting(m);
+            (FewRowsWay::Streamed(kind), Some(cores)) => {
                 let tile = STREAMED.tiles[kind];
                 let units = n.div_ceil(tile.rows) * k.div_ceil(tile.depth);
                 let args = args.int(m).address(cores.parts.address()).address(cores.finished.address());
@@ -191,12 +200,16 @@ mod tests {
     fn kernels_take_what_they_are_written_for() {
         let shape = |m, n, out| Shape { m, n, k: 4096, out, bias: false };
         let takes = |shape: &Shape| FewRowsWay::ALL.map(|way| way.takes(shape, DType::Bf16));
-        assert_eq!(takes(&shape(1, 4096, DType::Bf16)), [true, false, false]);
-        assert_eq!(takes(&shape(2, 4096, DType::Bf16)), [true, true, true]);
-        assert_eq!(takes(&shape(64, 4096, DType::Bf16)), [false, false, true]);
-        assert_eq!(takes(&shape(64, 4096, DType::F32)), [false; 3]);
-        assert_eq!(takes(&shape(65, 4096, DType::Bf16)), [false; 3]);
-        assert!(!FewRowsWay::Streamed.takes(&shape(8, 4096, DType::F32), DType::F32));
+        let some = |ways: &[FewRowsWay]| FewRowsWay::ALL.map(|way| ways.contains(&way));
+        use FewRowsWay::{Gemv, Skinny, Streamed};
+        assert_eq!(takes(&shape(1, 4096, DType::Bf16)), some(&[Gemv]));
+        assert_eq!(takes(&shape(2, 4096, DType::Bf16)), some(&[Gemv, Skinny, Streamed(0)]));
+        assert_eq!(takes(&shape(16, 4096, DType::Bf16)), some(&[Streamed(0)]));
+        assert_eq!(takes(&shape(17, 4096, DType::Bf16)), some(&[Streamed(1), Streamed(2)]));
+        assert_eq!(takes(&shape(64, 4096, DType::Bf16)), some(&[Streamed(3), Streamed(4)]));
+        assert_eq!(takes(&shape(64, 4096, DType::F32)), some(&[]));
+        assert_eq!(takes(&shape(65, 4096, DType::Bf16)), some(&[]));
+        assert!(!Streamed(0).takes(&shape(8, 4096, DType::F32), DType::F32));
         assert_eq!(FewRowsWay::usual(&shape(8, 4096, DType::Bf16), DType::Bf16), Some(FewRowsWay::Skinny));
         assert_eq!(FewRowsWay::usual(&shape(8, 12_288, DType::Bf16), DType::Bf16), None);
         assert_eq!(FewRowsWay::usual(&shape(1, 12_288, DType::F32), DType::F32), Some(FewRowsWay::Gemv));

@@ -9,6 +9,7 @@ use super::few_rows::FewRowsWay;
 use super::gemm::{Algorithm, Shape};
 use super::memory::Buffer;
 use super::products::Way;
+use super::ring::STREAMED;
 use crate::Result;
 use lockstep_core::DType;
 use std::collections::HashMap;
@@ -84,7 +85,7 @@ impl TimedWays {
         for (us, way) in times {
             let name = match way {
                 Way::FewRows(way) => name(*way),
-                Way::Library(_) => LIBRARY,
+                Way::Library(_) => LIBRARY.into(),
             };
             write!(note, " {name} {us:.2}").expect("invariant: a string takes everything");
         }
@@ -106,18 +107,21 @@ impl TimedWays {
 
 const LIBRARY: &str = "library";
 
-fn name(way: FewRowsWay) -> &'static str {
+fn name(way: FewRowsWay) -> String {
     match way {
-        FewRowsWay::Gemv => "gemv",
-        FewRowsWay::Skinny => "skinny",
-        FewRowsWay::Streamed => "streamed",
+        FewRowsWay::Gemv => "gemv".into(),
+        FewRowsWay::Skinny => "skinny".into(),
+        FewRowsWay::Streamed(kind) => {
+            let tile = STREAMED.tiles[kind];
+            format!("streamed_{}x{}", tile.rows, tile.tokens)
+        }
     }
 }
 
 fn line(shape: &Shape, way: &Way, note: &str) -> String {
     let Shape { m, n, k, out, bias } = shape;
     let way = match way {
-        Way::FewRows(way) => name(*way).to_owned(),
+        Way::FewRows(way) => name(*way),
         Way::Library(words) => {
             words.iter().fold(LIBRARY.to_owned(), |text, word| format!("{text} {word:016x}"))
         }
@@ -158,7 +162,7 @@ mod tests {
     fn lines_are_read_as_they_were_written() {
         let shape = Shape { m: 32, n: 4096, k: 12_288, out: DType::Bf16, bias: true };
         let algorithm = [1, u64::MAX, 3, 0, 5, 6, 7, 8];
-        for way in [Way::FewRows(FewRowsWay::Streamed), Way::Library(algorithm)] {
+        for way in [Way::FewRows(FewRowsWay::Streamed(2)), Way::Library(algorithm)] {
             let line = line(&shape, &way, "streamed 9.10 library 12.70");
             let (read, (read_way, note)) = parse(line.trim_end()).unwrap();
             assert_eq!((read, read_way, note.as_str()), (shape, way, "streamed 9.10 library 12.70"));

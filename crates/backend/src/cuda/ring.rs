@@ -36,8 +36,10 @@ pub(super) struct RingTiles<const N: usize> {
 }
 
 /// Those of `streamed.cu`: one block, whose ring is as large as can be.
-pub(super) const STREAMED: RingTiles<3> =
-    RingTiles { tiles: [tile(64, 16, 128), tile(128, 32, 64), tile(128, 64, 64)], resident: 1 };
+pub(super) const STREAMED: RingTiles<5> = RingTiles {
+    tiles: [tile(64, 16, 128), tile(64, 32, 128), tile(128, 32, 64), tile(64, 64, 128), tile(128, 64, 64)],
+    resident: 1,
+};
 /// Those of `experts.cu`: two blocks, one of which computes while the other is between two tiles.
 pub(super) const GROUPED: RingTiles<4> = RingTiles {
     tiles: [tile(64, 16, 128), tile(128, 32, 64), tile(128, 64, 64), tile(128, 128, 64)],
@@ -65,11 +67,6 @@ impl<const N: usize> RingTiles<N> {
     pub fn options(&self, architecture: &str) -> impl Iterator<Item = String> {
         let plans = self.plans(architecture).into_iter().enumerate();
         plans.map(|(i, plan)| format!("-DSTAGES_{i}={}", plan.stages))
-    }
-
-    /// The first tile that holds so many tokens, else the last.
-    pub fn fitting(&self, tokens: usize) -> usize {
-        self.tiles.iter().position(|tile| tile.tokens >= tokens).unwrap_or(N - 1)
     }
 }
 
@@ -106,9 +103,8 @@ mod tests {
                 assert!(plan.resident * block <= shared_bytes(architecture), "{architecture}: {plan:?}");
             }
         }
-        assert_eq!(STREAMED.plans("sm_90a").map(|plan| plan.stages), [8; 3]);
+        assert_eq!(STREAMED.plans("sm_90a").map(|plan| plan.stages), [8, 8, 8, 6, 8]);
         let grouped = GROUPED.plans("sm_90a").map(|plan| (plan.stages, plan.resident));
         assert_eq!(grouped, [(5, 2), (4, 2), (4, 2), (3, 2)]);
-        assert_eq!([1, 16, 17, 64, 500].map(|tokens| STREAMED.fitting(tokens)), [0, 0, 1, 2, 2]);
     }
 }

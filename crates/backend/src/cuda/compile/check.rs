@@ -36,7 +36,9 @@ impl Source {
             Self::Rope => &["rope_and_store"],
             Self::Gemv => &["gemv_1", "gemv_2", "gemv_1_f32", "gemv_2_f32"],
             Self::Skinny => &["skinny"],
-            Self::Streamed => &["streamed_16", "streamed_32", "streamed_64"],
+            Self::Streamed => {
+                &["streamed_64x16", "streamed_64x32", "streamed_128x32", "streamed_64x64", "streamed_128x64"]
+            }
             Self::Moe => &["route", "moe_gate_up", "moe_down"],
             Self::Experts => &[
                 "group",
