@@ -31,8 +31,26 @@ fn ask(server: &Server, method: &str, path: &str, headers: &[(&str, &str)], body
     server.http.request(method, path, &all, body.as_bytes()).unwrap()
 }
 
+/// Sends an endless streamed request and does not wait for its answer.
+fn leave_running(server: &Server, body: &Value) -> TcpStream {
+    let mut stream = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+    let body = body.to_string();
+    let head = format!(
+        "POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n\
+         Content-Length: {}\r\n\r\n",
+        body.len()
+    );
+    stream.write_all((head + &body).as_bytes()).unwrap();
+    stream
+}
+
+/// Open requests as the api counts them.
+fn open_requests(server: &Server) -> u64 {
+    ask(server, "GET", "/server_info", &[], "").json()["api"]["requests_open"].as_u64().unwrap()
+}
+
 #[test]
-fn keys_time_outs_and_timing() {
+fn keys_queue_limit_time_outs_and_timing() {
     let keys = TempDir::new("keys");
     let file = keys.path().join("keys.txt");
     std::fs::write(&file, format!("# whose\n\n{KEY}\n")).unwrap();
@@ -64,6 +82,14 @@ fn keys_time_outs_and_timing() {
     let late = server.http.raw(b"GET /health HT").unwrap();
     assert_eq!((late.status, late.json()["error"]["code"].as_str()), (408, Some("request_timeout")));
 
+    let endless = server.completion_body("C", json!({"max_tokens": 100_000, "stream": true}));
+    let running: Vec<_> = (0..2).map(|_| leave_running(server, &endless)).collect();
+    poll(REFUSAL_LIMIT, || (open_requests(server) == 2).then_some(())).expect("two requests are open");
+    let full = ask(server, "POST", COMPLETIONS, &[], &body);
+    assert_eq!((full.status, full.json()["error"]["code"].as_str()), (503, Some("queue_full")));
+    assert_eq!(full.header("retry-after"), Some("1"));
+    drop(running);
+    poll(REFUSAL_LIMIT, || (open_requests(server) == 0).then_some(())).expect("both are aborted");
     assert_eq!(ask(server, "POST", COMPLETIONS, &[], &body).json()["choices"][0]["text"], ALPHA);
 }
 

@@ -75,7 +75,7 @@ pub struct Batching {
     pub chunk: usize,
     /// `--max-context`; `None` is the model's.
     pub context_max: Option<usize>,
-    /// Requests that may wait; more are refused with 503.
+    /// Requests that may wait while `running_max` run; one more is refused with a 503.
     pub waiting_max: usize,
     /// Keep prefixes of finished requests (`--cache radix`).
     pub prefix_cache: bool,

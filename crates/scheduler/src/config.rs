@@ -55,7 +55,7 @@ pub struct SchedulerConfig {
     pub overlap: bool,
     /// End tokens of the model, from every source.
     pub eos_tokens: Vec<TokenId>,
-    /// Requests that may wait; one more is refused with a 503.
+    /// Requests that may wait while `max_running` run; one more is refused with a 503.
     pub waiting_max: usize,
     /// Admission order among equal priorities.
     pub queue_order: QueueOrder,

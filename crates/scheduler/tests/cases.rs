@@ -53,7 +53,7 @@ fn what_the_pool_can_never_hold_is_refused_with_numbers_and_delays_nobody() {
 
 #[test]
 fn duplicates_empty_prompts_and_a_full_queue_are_refused() {
-    let mut scheduler = Scheduler::new(SchedulerConfig { waiting_max: 2, ..config(16, 8) });
+    let mut scheduler = Scheduler::new(SchedulerConfig { max_running: 1, waiting_max: 1, ..config(16, 8) });
     let request = |id: u64, prompt: &[TokenId]| Request::new(RequestId(id), prompt.to_vec(), endless(1));
     assert_eq!(scheduler.submit(request(1, &[]), 0).unwrap_err().status, 400);
     scheduler.submit(request(1, &[5]), 0).unwrap();
@@ -62,7 +62,7 @@ fn duplicates_empty_prompts_and_a_full_queue_are_refused() {
     let refusal = scheduler.submit(request(3, &[5]), 0).unwrap_err();
     assert_eq!(refusal.status, 503);
     assert_eq!(refusal.code.as_deref(), Some("queue_full"));
-    assert!(refusal.message.contains("2 of at most 2 requests wait"), "{}", refusal.message);
+    assert!(refusal.message.contains("2 requests are open, 1 may run and 1 wait"), "{}", refusal.message);
     scheduler.abort(RequestId(1));
     scheduler.submit(request(3, &[5]), 0).unwrap();
     scheduler.submit(request(3, &[5]), 0).unwrap_err();

@@ -181,10 +181,12 @@ impl Scheduler {
             let message = format!("request {} is already known; ids must be unique", request.id);
             return Err(Refusal::internal(message));
         }
-        let (waiting, waiting_max) = (self.queue.len(), self.config.waiting_max);
-        if waiting >= waiting_max {
+        // What has a running place free waits only for the next step: it does not count as waiting.
+        let (open, config) = (self.queue.len() + self.running.len(), &self.config);
+        if open >= config.max_running.saturating_add(config.waiting_max) {
             return Err(Refusal::unavailable(format!(
-                "the queue is full: {waiting} of at most {waiting_max} requests wait; try again later"
+                "the queue is full: {open} requests are open, {} may run and {} wait; try again later",
+                config.max_running, config.waiting_max
             ))
             .with_code("queue_full"));
         }
