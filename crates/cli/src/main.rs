@@ -10,6 +10,7 @@ mod child;
 mod client;
 mod config_only;
 mod device;
+mod doctor;
 mod error;
 mod flags;
 mod logging;
@@ -89,6 +90,7 @@ fn run(cli: Cli) -> Result<()> {
             }
         }
         Command::Selftest(flags) => selftest::run(&flags),
+        Command::Doctor(flags) => doctor::run(&flags),
         Command::Bench(flags) => match flags.what {
             BenchCommand::Hw(flags) => bench::hardware(&flags),
             BenchCommand::Decode(flags) => bench::decode(&flags),

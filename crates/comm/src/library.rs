@@ -7,7 +7,7 @@
 //! colons), `$CUDA_HOME`, `/usr/local/cuda*`, the system's own search path, and the `nvidia` packages of
 //! the `python3` on the PATH (which is asked once, and only when nothing else was found).
 
-use std::ffi::{CStr, CString, c_void};
+use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -93,6 +93,24 @@ impl Library {
     /// The file, or the bare name it was found by.
     pub fn path(&self) -> &str {
         &self.path
+    }
+
+    /// The file that was loaded; [`Self::path`] where the loader does not tell.
+    pub fn file(&self) -> String {
+        /// The beginning of glibc's `struct link_map`.
+        #[repr(C)]
+        struct LinkMap {
+            address: usize,
+            name: *const c_char,
+        }
+        let mut map: *const LinkMap = std::ptr::null();
+        // SAFETY: the handle is open for ever; this request writes a pointer to the handle's link map.
+        let code = unsafe { libc::dlinfo(self.handle, libc::RTLD_DI_LINKMAP, (&raw mut map).cast()) };
+        if code != 0 || map.is_null() {
+            return self.path.clone();
+        }
+        // SAFETY: link maps live as long as their library and begin so; the name ends with a zero.
+        unsafe { CStr::from_ptr((*map).name) }.to_string_lossy().into_owned()
     }
 
     /// A function by its name.
@@ -191,6 +209,7 @@ mod tests {
     fn functions_are_found_by_name() {
         let library = Library::open(&["libc.so.6"], "this is Linux").unwrap();
         assert!(library.function(c"getpid").is_ok());
+        assert!(Path::new(&library.file()).is_absolute() && library.file().ends_with("/libc.so.6"));
         let error = library.function(c"no_such_function_here").unwrap_err().to_string();
         assert!(error.contains("no_such_function_here"), "{error}");
     }

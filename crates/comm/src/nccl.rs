@@ -13,7 +13,7 @@
 use crate::collective::{Collective, CollectiveError, Result, StreamHandle};
 use crate::function_table;
 use crate::group::{Patience, ProcessGroup};
-use crate::library::Library;
+use crate::library::{Library, LibraryError};
 use lockstep_core::DType;
 use std::ffi::{c_int, c_void};
 
@@ -42,7 +42,22 @@ function_table! {
         all_gather = c"ncclAllGather" (*const c_void, *mut c_void, usize, c_int, Communicator, Stream);
         send = c"ncclSend" (*const c_void, usize, c_int, c_int, Communicator, Stream);
         recv = c"ncclRecv" (*mut c_void, usize, c_int, c_int, Communicator, Stream);
+        version = c"ncclGetVersion" (*mut c_int);
     }
+}
+
+fn open() -> std::result::Result<Library, LibraryError> {
+    let hint = "install it with `pip install nvidia-nccl-cu13`, or set LOCKSTEP_CUDA_LIBS to its folder";
+    Library::open(&["libnccl.so.2"], hint)
+}
+
+/// NCCL's file and version.
+pub fn library_version() -> std::result::Result<(String, String), LibraryError> {
+    let library = open()?;
+    let mut version = 0;
+    // SAFETY: the out-pointer is valid.
+    unsafe { (Nccl::load(&library)?.version)(&raw mut version) };
+    Ok((library.file(), format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)))
 }
 
 /// `ncclSum`.
@@ -90,10 +105,8 @@ impl NcclCollective {
     pub fn new(host: Box<dyn Collective>, group: &mut dyn ProcessGroup) -> Result<Self> {
         let rank = host.rank();
         let failed = |problem: String| CollectiveError::Invalid { rank, operation: "join NCCL", problem };
-        let hint = "install it with `pip install nvidia-nccl-cu13`, or set LOCKSTEP_CUDA_LIBS to its folder";
-        let api = Library::open(&["libnccl.so.2"], hint)
-            .and_then(|library| Nccl::load(&library))
-            .map_err(|e| failed(e.to_string()))?;
+        let api =
+            open().and_then(|library| Nccl::load(&library)).map_err(|error| failed(error.to_string()))?;
         // SAFETY: a rank process joins at its start, from its main thread, and none of its other threads reads or
         // writes the environment; ranks that are threads find it prepared, so that nothing is written.
         unsafe { Self::prepare_environment() };

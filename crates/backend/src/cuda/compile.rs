@@ -10,7 +10,7 @@ use super::launch::Module;
 use super::ring;
 use crate::{BackendError, Result};
 use lockstep_comm::function_table;
-use lockstep_comm::library::Library;
+use lockstep_comm::library::{Library, LibraryError};
 use lockstep_core::{DType, folders};
 use sha2::{Digest, Sha256};
 use std::ffi::{CString, c_char, c_int};
@@ -151,9 +151,14 @@ fn depends_on(text: &str, options: &[String]) -> Vec<String> {
     [text].into_iter().map(str::to_owned).chain(options.iter().cloned()).collect()
 }
 
+/// The folder of compiled kernels; `None` on a machine without a cache folder.
+pub fn kernel_cache() -> Option<PathBuf> {
+    folders::cache_folder().map(|cache| cache.join("kernels"))
+}
+
 /// The file of the cache for something that depends on all of `depends_on`; `None` where there is no cache.
 pub(super) fn cached_file(name: &str, extension: &str, depends_on: &[String]) -> Option<PathBuf> {
-    folders::cache_folder().map(|cache| cache.join("kernels").join(file_name(name, extension, depends_on)))
+    kernel_cache().map(|folder| folder.join(file_name(name, extension, depends_on)))
 }
 
 fn file_name(name: &str, extension: &str, depends_on: &[String]) -> String {
@@ -186,7 +191,22 @@ function_table! {
         log_size = c"nvrtcGetProgramLogSize" (Program, *mut usize);
         log = c"nvrtcGetProgramLog" (Program, *mut c_char);
         destroy = c"nvrtcDestroyProgram" (*mut Program);
+        version = c"nvrtcVersion" (*mut c_int, *mut c_int);
     }
+}
+
+fn open() -> std::result::Result<Library, LibraryError> {
+    let hint = "install it with `pip install nvidia-cuda-nvrtc`, or set LOCKSTEP_CUDA_LIBS to its folder";
+    Library::open(&["libnvrtc.so.13", "libnvrtc.so.12"], hint)
+}
+
+/// NVRTC's file and version.
+pub(super) fn library_version() -> std::result::Result<(String, String), LibraryError> {
+    let library = open()?;
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: the out-pointers are valid.
+    unsafe { (Nvrtc::load(&library)?.version)(&raw mut major, &raw mut minor) };
+    Ok((library.file(), format!("{major}.{minor}")))
 }
 
 /// What came of a source.
@@ -202,8 +222,7 @@ struct Compiler(Nvrtc);
 
 impl Compiler {
     fn open() -> Result<Self> {
-        let hint = "install it with `pip install nvidia-cuda-nvrtc`, or set LOCKSTEP_CUDA_LIBS to its folder";
-        let library = Library::open(&["libnvrtc.so.13", "libnvrtc.so.12"], hint)?;
+        let library = open()?;
         // NVRTC opens this one itself, by its bare name, and would not find it beside itself.
         if let Some(folder) = Path::new(library.path()).parent().filter(|f| !f.as_os_str().is_empty()) {
             let files = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());

@@ -5,6 +5,7 @@
 //! and one stream on which everything is queued in call order. What fails after start-up is kept
 //! ([`Device::keep`]) and reported by the next operation that can return an error.
 
+use super::survey::Gpu;
 use crate::{BackendError, Result};
 use lockstep_comm::function_table;
 use lockstep_comm::library::{Library, LibraryError};
@@ -27,6 +28,9 @@ function_table! {
         device_get = c"cuDeviceGet" (*mut c_int, c_int);
         device_name = c"cuDeviceGetName" (*mut c_char, c_int, c_int);
         device_attribute = c"cuDeviceGetAttribute" (*mut c_int, c_int, c_int);
+        device_memory = c"cuDeviceTotalMem_v2" (*mut usize, c_int);
+        device_pci = c"cuDeviceGetPCIBusId" (*mut c_char, c_int, c_int);
+        can_access_peer = c"cuDeviceCanAccessPeer" (*mut c_int, c_int, c_int);
         context_retain = c"cuDevicePrimaryCtxRetain" (*mut Handle, c_int);
         context_set = c"cuCtxSetCurrent" (Handle);
         memory_info = c"cuMemGetInfo_v2" (*mut usize, *mut usize);
@@ -95,8 +99,8 @@ const CAPABILITY_MAJOR: c_int = 75;
 const CAPABILITY_MINOR: c_int = 76;
 /// Oldest architecture that the kernels are compiled for (bf16 matrix instructions).
 const CAPABILITY_MIN: (c_int, c_int) = (8, 0);
-/// Oldest driver: that of CUDA 12.0, which has every function of [`Driver`].
-const DRIVER_VERSION_MIN: c_int = 12_000;
+/// Oldest driver, by its CUDA version: the first with every function of [`Driver`].
+const DRIVER_VERSION_MIN: (c_int, c_int) = (12, 0);
 
 /// One GPU, used by one rank from one thread.
 pub(super) struct Device {
@@ -106,8 +110,8 @@ pub(super) struct Device {
     pub sm_count: usize,
     /// Of the second-level cache.
     pub l2_bytes: usize,
-    /// E.g. 13000 for CUDA 13.0.
-    pub driver_version: usize,
+    /// CUDA version of the driver, e.g. (13, 0).
+    pub driver_version: (c_int, c_int),
     /// Compute capability, e.g. (9, 0).
     pub capability: (c_int, c_int),
     failure: RefCell<Option<BackendError>>,
@@ -125,56 +129,21 @@ impl Device {
     /// Opens GPU `index`. Errors with one sentence on a machine without a driver, without that GPU, or
     /// with one that is too old.
     pub fn open(index: usize, patience: Option<Duration>) -> Result<Self> {
-        let hint = "--device cuda needs an NVIDIA driver; install one, or use --device cpu";
-        let library = Library::open(&["libcuda.so.1"], hint)?;
-        let api = Driver::load(&library)?;
-        // SAFETY: cuInit may be called at any time; 0 is the only flag.
-        let code = unsafe { (api.init)(0) };
-        if code == NO_DEVICE {
-            return Err(BackendError::Unsupported("this machine has no CUDA GPU; use --device cpu".into()));
-        }
-        check_start(&api, code, "starting the CUDA driver")?;
-        let version = read_int(&api, "asking for the driver's version", |out| {
-            // SAFETY: `out` is valid for one int.
-            unsafe { (api.driver_version)(out) }
-        })?;
+        let api = Driver::open()?;
+        let version = api.version()?;
         if version < DRIVER_VERSION_MIN {
             return Err(BackendError::Unsupported(format!(
-                "the NVIDIA driver is for CUDA {}.{}, but 12.0 or newer is needed; update the driver",
-                version / 1000,
-                version % 1000 / 10
+                "the NVIDIA driver is for CUDA {}.{}, but {}.{} or newer is needed; update the driver",
+                version.0, version.1, DRIVER_VERSION_MIN.0, DRIVER_VERSION_MIN.1
             )));
         }
-        Self::choose(api, version, index, patience)
-    }
-
-    fn choose(api: Driver, version: c_int, index: usize, patience: Option<Duration>) -> Result<Self> {
-        let count = read_int(&api, "counting GPUs", |out| {
-            // SAFETY: `out` is valid for one int.
-            unsafe { (api.device_count)(out) }
-        })?;
-        let ordinal = c_int::try_from(index).ok().filter(|i| *i < count).ok_or_else(|| {
+        let count = api.count()?;
+        if index >= count {
             let problem = format!("GPU {index} is wanted but this machine has {count}; use a smaller --tp");
-            BackendError::Unsupported(problem)
-        })?;
-        let device = read_int(&api, "choosing the GPU", |out| {
-            // SAFETY: `out` is valid for one int, the ordinal is below the count.
-            unsafe { (api.device_get)(out, ordinal) }
-        })?;
-        let attribute = |which: c_int| {
-            read_int(&api, "reading the GPU's properties", |out| {
-                // SAFETY: `out` is valid for one int, the device exists.
-                unsafe { (api.device_attribute)(out, which, device) }
-            })
-        };
-        let capability = (attribute(CAPABILITY_MAJOR)?, attribute(CAPABILITY_MINOR)?);
-        let sm_count = attribute(MULTIPROCESSOR_COUNT)?.max(1) as usize;
-        let l2_bytes = attribute(L2_CACHE_SIZE)?.max(0) as usize;
-        let mut name = [0u8; 128];
-        // SAFETY: the buffer has the size passed; the driver ends the name with a zero.
-        let code = unsafe { (api.device_name)(name.as_mut_ptr().cast(), name.len() as c_int, device) };
-        check_start(&api, code, "reading the GPU's name")?;
-        let name = CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned();
+            return Err(BackendError::Unsupported(problem));
+        }
+        let device = api.device(index)?;
+        let Gpu { name, capability, sm_count, l2_bytes, .. } = api.describe(index)?;
         if capability < CAPABILITY_MIN {
             return Err(BackendError::Unsupported(format!(
                 "{name} has compute capability {}.{}, but 8.0 or newer is needed; use --device cpu",
@@ -194,7 +163,7 @@ impl Device {
             name,
             sm_count,
             l2_bytes,
-            driver_version: version as usize,
+            driver_version: version,
             capability,
             failure: RefCell::default(),
             patience,
@@ -302,7 +271,7 @@ impl Device {
 }
 
 /// The name of an architecture for NVRTC; `a` keeps to one generation, for its own instructions.
-fn architecture((major, minor): (c_int, c_int)) -> String {
+pub(super) fn architecture((major, minor): (c_int, c_int)) -> String {
     let suffix = if major >= 9 { "a" } else { "" };
     format!("sm_{major}{minor}{suffix}")
 }
@@ -316,6 +285,96 @@ pub(super) fn shared_bytes(architecture: &str) -> usize {
         _ => 100,
     };
     kib << 10
+}
+
+impl Driver {
+    /// Opens and starts the driver. Errors with one sentence on a machine without one, or without a GPU.
+    pub fn open() -> Result<Self> {
+        let hint = "--device cuda needs an NVIDIA driver; install one, or use --device cpu";
+        let library = Library::open(&["libcuda.so.1"], hint)?;
+        let api = Self::load(&library)?;
+        // SAFETY: cuInit may be called at any time; 0 is the only flag.
+        let code = unsafe { (api.init)(0) };
+        if code == NO_DEVICE {
+            return Err(BackendError::Unsupported("this machine has no CUDA GPU; use --device cpu".into()));
+        }
+        check_start(&api, code, "starting the CUDA driver")?;
+        Ok(api)
+    }
+
+    /// CUDA version that it is for.
+    pub fn version(&self) -> Result<(c_int, c_int)> {
+        let version = read_int(self, "asking for the driver's version", |out| {
+            // SAFETY: `out` is valid for one int.
+            unsafe { (self.driver_version)(out) }
+        })?;
+        Ok((version / 1000, version % 1000 / 10))
+    }
+
+    /// GPUs that this process may use.
+    pub fn count(&self) -> Result<usize> {
+        let count = read_int(self, "counting GPUs", |out| {
+            // SAFETY: `out` is valid for one int.
+            unsafe { (self.device_count)(out) }
+        })?;
+        Ok(count.max(0) as usize)
+    }
+
+    /// The driver's name for GPU `index`, which is below the count.
+    fn device(&self, index: usize) -> Result<c_int> {
+        read_int(self, "choosing the GPU", |out| {
+            // SAFETY: `out` is valid for one int; an ordinal that does not exist is an error code.
+            unsafe { (self.device_get)(out, index as c_int) }
+        })
+    }
+
+    /// What the driver tells of GPU `index`; free memory it tells only to programs that take some.
+    pub fn describe(&self, index: usize) -> Result<Gpu> {
+        let device = self.device(index)?;
+        let attribute = |which: c_int| {
+            read_int(self, "reading the GPU's properties", |out| {
+                // SAFETY: `out` is valid for one int, the device exists.
+                unsafe { (self.device_attribute)(out, which, device) }
+            })
+        };
+        let (mut name, mut pci, mut total_bytes) = ([0u8; 128], [0u8; 32], 0);
+        // SAFETY: the buffers have the sizes passed and the device exists.
+        unsafe {
+            let code = (self.device_name)(name.as_mut_ptr().cast(), name.len() as c_int, device);
+            check_start(self, code, "reading the GPU's name")?;
+            let code = (self.device_pci)(pci.as_mut_ptr().cast(), pci.len() as c_int, device);
+            check_start(self, code, "reading the GPU's place")?;
+            check_start(
+                self,
+                (self.device_memory)(&raw mut total_bytes, device),
+                "reading the GPU's memory",
+            )?;
+        }
+        Ok(Gpu {
+            name: text(&name),
+            pci: text(&pci),
+            capability: (attribute(CAPABILITY_MAJOR)?, attribute(CAPABILITY_MINOR)?),
+            sm_count: attribute(MULTIPROCESSOR_COUNT)?.max(1) as usize,
+            l2_bytes: attribute(L2_CACHE_SIZE)?.max(0) as usize,
+            total_bytes,
+            free_bytes: None,
+        })
+    }
+
+    /// Whether kernels of GPU `from` may read and write memory of GPU `to`.
+    pub fn can_access(&self, from: usize, to: usize) -> Result<bool> {
+        let (from, to) = (self.device(from)?, self.device(to)?);
+        let can = read_int(self, "asking which GPUs reach each other", |out| {
+            // SAFETY: `out` is valid for one int, both devices exist.
+            unsafe { (self.can_access_peer)(out, from, to) }
+        })?;
+        Ok(can != 0)
+    }
+}
+
+/// A text that a library has written, up to its zero.
+pub(super) fn text(bytes: &[u8]) -> String {
+    CStr::from_bytes_until_nul(bytes).unwrap_or_default().to_string_lossy().into_owned()
 }
 
 /// A point in the stream.

@@ -8,7 +8,7 @@ use super::memory::Buffer;
 use super::products::Bias;
 use crate::{BackendError, Result};
 use lockstep_comm::function_table;
-use lockstep_comm::library::Library;
+use lockstep_comm::library::{Library, LibraryError};
 use lockstep_core::DType;
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
@@ -39,6 +39,24 @@ pub(super) type Algorithm = [u64; 8];
 
 /// Algorithms of a shape that the library is asked for; it has no more.
 pub(super) const ALGORITHMS_MAX: usize = 8;
+
+fn open() -> std::result::Result<Library, LibraryError> {
+    let hint = "install it with `pip install nvidia-cublas`, or set LOCKSTEP_CUDA_LIBS to its folder";
+    Library::open(&["libcublasLt.so.13", "libcublasLt.so.12"], hint)
+}
+
+/// cuBLASLt's file and version.
+pub(super) fn library_version() -> std::result::Result<(String, String), LibraryError> {
+    let library = open()?;
+    let version = version(&CublasLt::load(&library)?);
+    Ok((library.file(), format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)))
+}
+
+/// The library's version, which fits an int though it is declared wider.
+fn version(api: &CublasLt) -> usize {
+    // SAFETY: the function takes nothing and may be called at any time.
+    unsafe { (api.version)() as usize }
+}
 
 /// `cublasLtMatmulHeuristicResult_t`.
 #[repr(C)]
@@ -120,9 +138,7 @@ pub(super) struct Gemm {
 impl Gemm {
     /// For matrices of `dtype`. Errors when the library is not installed.
     pub fn new(device: &Rc<Device>, dtype: DType) -> Result<Self> {
-        let hint = "install it with `pip install nvidia-cublas`, or set LOCKSTEP_CUDA_LIBS to its folder";
-        let library = Library::open(&["libcublasLt.so.13", "libcublasLt.so.12"], hint)?;
-        let api = CublasLt::load(&library)?;
+        let api = CublasLt::load(&open()?)?;
         let (mut handle, mut preference): (Opaque, Opaque) = (std::ptr::null_mut(), std::ptr::null_mut());
         // SAFETY: out-pointers are valid; the attribute is a 64-bit number of bytes.
         unsafe {
@@ -137,10 +153,9 @@ impl Gemm {
         Ok(Self { device, api, handle, preference, workspace, dtype, plans: HashMap::new() })
     }
 
-    /// The library's version, which fits an int though it is declared wider.
+    /// The library's version.
     pub fn version(&self) -> usize {
-        // SAFETY: the function takes nothing and may be called at any time.
-        unsafe { (self.api.version)() as usize }
+        version(&self.api)
     }
 
     /// Queues one product by one of the shape's algorithms.

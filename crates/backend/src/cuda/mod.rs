@@ -31,9 +31,12 @@ mod recording;
 mod ring;
 mod sample;
 pub mod selftest;
+pub mod speed;
+pub mod survey;
 mod tensor;
 
 pub use attention::CudaKvCache;
+pub use compile::kernel_cache;
 pub use moe::{CudaExperts, CudaMoeWorkspace};
 pub use recording::CudaRecording;
 pub use tensor::{CudaLinear, CudaRopeTable, CudaTensor, CudaVector};

@@ -12,6 +12,7 @@ pub use serve::serve;
 use crate::error::{CliError, Result};
 use crate::flags::{DecodeFlags, HwFlags};
 use lockstep_backend::cpu::probe;
+use lockstep_comm::bench::Latency;
 use lockstep_comm::shm::{SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions};
 use lockstep_core::ExitCode;
 use std::sync::Arc;
@@ -20,12 +21,13 @@ use std::sync::Arc;
 const PROBE_BYTES: usize = 1 << 30;
 /// Rounds of each collective.
 const COLLECTIVE_ROUNDS: usize = 20_000;
-fn cores() -> usize {
+/// Cores that this process may use.
+pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Measured read bandwidth in GB/s.
-fn bandwidth(threads: usize, huge: bool) -> Result<f64> {
+pub fn bandwidth(threads: usize, huge: bool) -> Result<f64> {
     probe::bandwidth_gbs(threads, PROBE_BYTES, huge).map_err(CliError::with(ExitCode::Memory))
 }
 
@@ -46,7 +48,9 @@ pub fn hardware(flags: &HwFlags) -> Result<()> {
         );
     }
     println!("\nshared memory, two threads of this process:");
-    two_ranks().map_err(CliError::with(ExitCode::Internal))?;
+    for row in two_ranks(COLLECTIVE_ROUNDS)? {
+        println!("{row}");
+    }
     let Some(model) = &flags.model else { return Ok(()) };
     println!();
     decode(&DecodeFlags {
@@ -62,22 +66,24 @@ pub fn hardware(flags: &HwFlags) -> Result<()> {
 }
 
 /// Latencies of barrier and all-reduce between two ranks, as threads with a rank's shared memory.
-fn two_ranks() -> anyhow::Result<()> {
-    let fd = SharedRegion::create(ShmLayout::new(2, ShmLayout::SLOT_BYTES_DEFAULT)?)?;
-    let region = Arc::new(SharedRegion::map(&fd)?);
-    let measure =
-        |rank: usize, region: Arc<SharedRegion>| -> anyhow::Result<Vec<lockstep_comm::bench::Latency>> {
+pub fn two_ranks(rounds: usize) -> Result<Vec<Latency>> {
+    let internal = CliError::with::<anyhow::Error>(ExitCode::Internal);
+    let measured = || -> anyhow::Result<Vec<Latency>> {
+        let fd = SharedRegion::create(ShmLayout::new(2, ShmLayout::SLOT_BYTES_DEFAULT)?)?;
+        let region = Arc::new(SharedRegion::map(&fd)?);
+        let measure = |rank: usize, region: Arc<SharedRegion>| -> anyhow::Result<Vec<Latency>> {
             let options = ShmOptions::for_ranks(2);
             let mut group = ShmGroup::new(Arc::clone(&region), rank, options)?;
             let collective = ShmCollective::new(region, rank, options)?;
-            Ok(lockstep_comm::bench::measure(&mut group, &collective, COLLECTIVE_ROUNDS)?)
+            Ok(lockstep_comm::bench::measure(&mut group, &collective, rounds)?)
         };
-    std::thread::scope(|scope| {
-        let other = Arc::clone(&region);
-        let peer = scope.spawn(move || measure(1, other).map(drop));
-        for row in measure(0, region)? {
-            println!("{row}");
-        }
-        peer.join().map_err(|_| anyhow::anyhow!("the second rank panicked"))?
-    })
+        std::thread::scope(|scope| {
+            let other = Arc::clone(&region);
+            let peer = scope.spawn(move || measure(1, other).map(drop));
+            let rows = measure(0, region)?;
+            peer.join().map_err(|_| anyhow::anyhow!("the second rank panicked"))??;
+            Ok(rows)
+        })
+    };
+    measured().map_err(internal)
 }

@@ -51,6 +51,8 @@ pub enum Command {
     Bench(BenchFlags),
     /// Compare every operation of a device with the CPU backend's, on random shapes; needs no model.
     Selftest(SelftestFlags),
+    /// Show what this machine has for a server, whether each device can be used, and how fast it is.
+    Doctor(DoctorFlags),
 }
 
 /// Flags of `lockstep serve`. Negative numbers parse as values, so that the message about them names
@@ -119,6 +121,23 @@ pub struct SelftestFlags {
     /// What the cases are drawn from.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
+    /// What to log.
+    #[command(flatten)]
+    pub logging: logging::LoggingFlags,
+}
+
+/// Flags of `lockstep doctor`.
+#[derive(Args, Debug)]
+pub struct DoctorFlags {
+    /// The device that must be usable, else the command fails: cpu, cuda, or auto for any.
+    #[arg(long, default_value = "auto")]
+    pub device: String,
+    /// Measure nothing.
+    #[arg(long)]
+    pub quick: bool,
+    /// Print one JSON object.
+    #[arg(long)]
+    pub json: bool,
     /// What to log.
     #[command(flatten)]
     pub logging: logging::LoggingFlags,
