@@ -293,7 +293,7 @@ fn echoed_prompts_have_the_logprobs_their_generation_had() {
                 let own = &entry[whole[at].to_string()];
                 assert_eq!(own["logprob"], generated["logprobs"]["token_logprobs"][at - 75], "tp {tp_size}");
                 // Greedy: the model chose the most likely one.
-                assert_eq!((&own["rank"], entry.as_object().map(Map::len)), (&json!(1), Some(2)));
+                assert_eq!((&own["rank"], entry.as_object().map(serde_json::Map::len)), (&json!(1), Some(2)));
                 assert_eq!(own["decoded_token"], generated["logprobs"]["tokens"][at - 75]);
             }
         }

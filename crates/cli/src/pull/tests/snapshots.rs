@@ -161,8 +161,8 @@ fn fetches_what_serving_needs_and_asks_once() {
         false => git_hash(&repo.files[name]),
     };
     let list: String = Repo::SHARDED_NAMES.map(|name| format!("{}  {name}\n", hash(name))).concat();
-    assert_eq!(digest(&folder).as_deref(), Some(sha256(list.as_bytes())));
-    assert_eq!(digest(&cache.0), None, "not what was fetched");
+    assert_eq!(super::super::digest(&folder).as_deref(), Some(sha256(list.as_bytes())));
+    assert_eq!(super::super::digest(&cache.0), None, "not what was fetched");
     // From now on without the hub, by any name for it.
     for name in ["org/name", "org/name@main", &format!("org/name@{COMMIT}")] {
         assert_eq!(obtain(name, &places(&cache, &nobody())).0.unwrap(), folder);
