@@ -121,24 +121,61 @@ impl Source {
         options
     }
 
+    /// What every backend of a type loads when it is made.
+    pub fn of_every_model(dtype: DType) -> Vec<(Self, DType)> {
+        let mut sources = vec![Self::Pointwise, Self::Norm, Self::Rope, Self::Gemv];
+        if dtype != DType::F32 {
+            sources.extend([Self::Streamed, Self::Skinny]);
+        }
+        sources.into_iter().map(|source| (source, dtype)).chain([(Self::Sample, DType::F32)]).collect()
+    }
+
     /// The kernels of this file on `device`, from the cache or compiled.
     pub fn load(self, device: &Rc<Device>, dtype: DType) -> Result<Module> {
-        let (text, options) = (self.text(), self.options(dtype, &device.architecture()));
-        let cached = cached_file(&self.name(), "cubin", &depends_on(&text, &options));
-        if let Some(code) = cached.as_ref().and_then(|path| std::fs::read(path).ok())
+        let architecture = device.architecture();
+        if let Some(code) = self.cached(dtype, &architecture).and_then(|path| std::fs::read(path).ok())
             && let Ok(module) = Module::load(device, &code)
         {
             return Ok(module);
         }
+        Module::load(device, &self.compile(&Compiler::open()?, dtype, &architecture)?)
+    }
+
+    /// Compiles what the cache lacks of some files all at once, a thread each, so that a first start takes as long as
+    /// the slowest. What goes wrong is for [`Self::load`] to report, which compiles what is still missing.
+    pub fn compile_missing(sources: &[(Self, DType)], architecture: &str) {
+        let is_missing = |(source, dtype): &&(Self, DType)| {
+            source.cached(*dtype, architecture).is_some_and(|path| !path.exists())
+        };
+        let missing: Vec<_> = sources.iter().filter(is_missing).collect();
+        if missing.len() < 2 {
+            return;
+        }
+        let Ok(compiler) = Compiler::open() else { return };
+        std::thread::scope(|scope| {
+            for (source, dtype) in missing {
+                scope.spawn(|| drop(source.compile(&compiler, *dtype, architecture)));
+            }
+        });
+    }
+
+    /// Compiles this file and keeps the code in the cache.
+    fn compile(self, compiler: &Compiler, dtype: DType, architecture: &str) -> Result<Vec<u8>> {
         let started = std::time::Instant::now();
-        let code = Compiler::open()?.compile(&self.name(), &text, &options)?.code;
+        let options = self.options(dtype, architecture);
+        let code = compiler.compile(&self.name(), &self.text(), &options)?.code;
         tracing::info!("compiled {} kernels in {:.1} s", self.name(), started.elapsed().as_secs_f64());
-        if let Some(path) = cached
+        if let Some(path) = self.cached(dtype, architecture)
             && let Err(error) = store(&path, &code)
         {
             tracing::warn!("compiled kernels cannot be kept in {}: {error}", path.display());
         }
-        Module::load(device, &code)
+        Ok(code)
+    }
+
+    fn cached(self, dtype: DType, architecture: &str) -> Option<PathBuf> {
+        let depends_on = depends_on(&self.text(), &self.options(dtype, architecture));
+        cached_file(&self.name(), "cubin", &depends_on)
     }
 
     /// The name of its file in the cache, which tells versions apart.

@@ -131,6 +131,7 @@ impl CudaBackend {
     /// Errors with one sentence on a machine without driver, GPU or libraries.
     pub fn new(options: CudaOptions) -> Result<Self> {
         let device = Rc::new(Device::open(options.gpu, options.patience)?);
+        Source::compile_missing(&Source::of_every_model(options.dtype), &device.architecture());
         let pointwise = Source::Pointwise.load(&device, options.dtype)?;
         Ok(Self {
             dtype: options.dtype,

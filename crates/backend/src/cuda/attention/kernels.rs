@@ -46,16 +46,24 @@ pub(super) enum TileKernel {
 }
 
 impl TileKernel {
-    fn load(device: &Rc<Device>, dim: usize, dtype: DType) -> Result<Self> {
-        let name = "attention_tile";
+    fn source(device: &Device, dim: usize) -> Source {
         if device.architecture() == "sm_90a" && dim < HEAD_DIM_MAX {
+            Source::AttentionHopper(dim)
+        } else {
+            Source::AttentionTile(dim)
+        }
+    }
+
+    fn load(device: &Rc<Device>, dim: usize, dtype: DType) -> Result<Self> {
+        let (name, source) = ("attention_tile", Self::source(device, dim));
+        let module = source.load(device, dtype)?;
+        if let Source::AttentionHopper(_) = source {
             // The queries take as much as K of a place.
             let shared = (1 + 2 * HOPPER_STAGES) * TILE * dim * dtype.size_bytes() + HOPPER_ALIGNMENT;
-            let module = Source::AttentionHopper(dim).load(device, dtype)?;
             return Ok(Self::Hopper(module.kernel(name, shared as u32)?));
         }
         let shared = 2 * TILE_KEYS * (dim + TILE_PADDING) * dtype.size_bytes();
-        Ok(Self::Portable(Source::AttentionTile(dim).load(device, dtype)?.kernel(name, shared as u32)?))
+        Ok(Self::Portable(module.kernel(name, shared as u32)?))
     }
 
     /// Queues attention of `tiles` tiles.
@@ -98,6 +106,8 @@ impl AttentionKernels {
             return Ok(Self { token: TokenKernels::Exact(token), tile: None });
         }
         let names = ["attention_decode_4", "attention_decode_8", "attention_decode_16"];
+        let sources = [(Source::AttentionDecode(dim), dtype), (TileKernel::source(device, dim), dtype)];
+        Source::compile_missing(&sources, &device.architecture());
         let module = Source::AttentionDecode(dim).load(device, dtype)?;
         let usable = if dim == HEAD_DIM_MAX { &names[..2] } else { &names };
         let plan = DecodePlan::new(&device.architecture(), dim);
