@@ -19,10 +19,10 @@ use std::time::Instant;
 /// Rows up to which products are timed: those of recorded decode steps. Longer steps are of any length.
 const TIMED_ROWS_MAX: usize = 256;
 /// Ways that are timed more often than the others, which have lost by then.
-const FINALISTS: usize = 3;
-/// Runs of a way in the first round and of a finalist in the second, and where one run takes long.
-const RUNS: [usize; 2] = [2, 4];
-const RUNS_OF_LONG: [usize; 2] = [1, 2];
+const FINALISTS: usize = 4;
+/// Further runs of each finalist, and of one that takes long.
+const RUNS: usize = 4;
+const RUNS_OF_LONG: usize = 1;
 const LONG_US: f32 = 100.0;
 /// What our own kernels gain in a step by starting before the kernel before them has ended, and asking for weights
 /// meanwhile: a stopwatch does not see it.
@@ -201,19 +201,13 @@ impl Products {
             if run(self, &way).is_err() {
                 continue;
             }
-            let mut us = f32::INFINITY;
-            for round in 0..RUNS[0] {
-                if round < RUNS_OF_LONG[0] || us < LONG_US {
-                    us = us.min(stopwatch.us(|| run(self, &way))?);
-                }
-            }
-            times.push((us, way));
+            times.push((stopwatch.us(|| run(self, &way))?, way));
         }
         let as_in_steps =
             |(us, way): &(f32, Way)| us - if matches!(way, Way::FewRows(_)) { EARLY_START_US } else { 0.0 };
         times.sort_by(|a, b| as_in_steps(a).total_cmp(&as_in_steps(b)));
         for (us, way) in times.iter_mut().take(FINALISTS) {
-            for _ in 0..if *us < LONG_US { RUNS[1] } else { RUNS_OF_LONG[1] } {
+            for _ in 0..if *us < LONG_US { RUNS } else { RUNS_OF_LONG } {
                 *us = us.min(stopwatch.us(|| run(self, way))?);
             }
         }
