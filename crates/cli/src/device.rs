@@ -2,10 +2,10 @@
 
 use lockstep_backend::Backend;
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
-use lockstep_backend::cuda::{CudaBackend, CudaOptions};
-use lockstep_comm::NcclCollective;
+use lockstep_comm::Patience;
 use lockstep_comm::shm::{SharedRegion, ShmCollective, ShmGroup, ShmOptions};
 use lockstep_core::DType;
+use lockstep_engine::gpu::{self, Joined};
 use lockstep_engine::start::Groups;
 use lockstep_engine::{DeviceConfig, EngineError, RankConfig};
 use std::os::fd::OwnedFd;
@@ -32,31 +32,27 @@ pub fn on_device<T: RankTask>(
     region: &OwnedFd,
     task: T,
 ) -> Result<T::Output, EngineError> {
-    let mut groups = join_groups(config, region)?;
-    match config.device {
+    let groups = join_groups(config, region)?;
+    match &config.device {
         DeviceConfig::Cpu => {
             let options = CpuOptions { threads: config.threads, ..CpuOptions::default() };
             task.run(config, CpuBackend::new(options)?, groups)
         }
-        DeviceConfig::Cuda { memory_ratio } => {
+        DeviceConfig::Cuda { memory_ratio, gpus } => {
             let dtype = config.dtype.unwrap_or(DType::Bf16);
             let patience = Duration::from_millis(config.collective_timeout_ms);
-            let options = CudaOptions {
-                gpu: config.parallel.tp_rank,
-                dtype,
-                patience: (config.parallel.tp_size > 1).then_some(patience),
-            };
-            let backend = CudaBackend::new(options)?;
-            if config.parallel.tp_size > 1 {
-                groups.tensors = Box::new(NcclCollective::new(groups.tensors, &mut *groups.replica)?);
-            }
+            let Joined { backend, mut groups } = gpu::join(gpus, dtype, patience, groups)?;
             let free = backend.free_bytes()?;
+            // Nobody takes memory before all who share a GPU have asked how much is free.
+            groups.replica.barrier(Patience::Idle)?;
+            let sharing = gpus.sharing(config.parallel.tp_rank, config.parallel.tp_size);
+            let shared_by = if sharing > 1 { format!(", shared by {sharing} ranks") } else { String::new() };
             let config = RankConfig {
                 // Kernels compute in one type, so weights are loaded in it.
                 dtype: Some(dtype),
-                memory_budget_bytes: (free as f64 * memory_ratio) as usize,
+                memory_budget_bytes: (free as f64 * memory_ratio / sharing as f64) as usize,
                 memory_budget_origin: format!(
-                    "--memory-ratio {memory_ratio} of {} MiB free on the GPU",
+                    "--memory-ratio {memory_ratio} of {} MiB free on the GPU{shared_by}",
                     free >> 20
                 ),
                 ..config.clone()

@@ -94,6 +94,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Bench(flags) => match flags.what {
             BenchCommand::Hw(flags) => bench::hardware(&flags),
             BenchCommand::Decode(flags) => bench::decode(&flags),
+            BenchCommand::Comm(flags) => bench::comm(&flags),
             BenchCommand::Serve(flags) => bench::serve(&flags),
             BenchCommand::Offline(flags) => bench::offline(&flags),
             BenchCommand::Latency(flags) => bench::latency(&flags),

@@ -35,6 +35,7 @@ pub fn run(flags: &SelftestFlags) -> Result<()> {
             );
         };
         selftest::run(options, flags.seed, flags.cases, &mut show)
+            .and_then(|_| selftest::run_shared(options, flags.seed, flags.cases, &mut show))
             .map_err(CliError::with(ExitCode::Internal))?;
     }
     match failed {

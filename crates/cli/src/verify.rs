@@ -7,6 +7,7 @@ use crate::flags::verify::VerifyFlags;
 use crate::pull;
 use lockstep_backend::cuda;
 use lockstep_core::{DType, ExitCode, ModelConfig, TokenId, shard};
+use lockstep_engine::{DeviceConfig, GpuPlan};
 use lockstep_model::{DummyWeights, WeightSource};
 use lockstep_tokenizer::{TextModel, TextOptions};
 use lockstep_verify::{Device, Options, Report, WholeSource, check_device, report, verify};
@@ -49,10 +50,15 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
     let on_gpus = devices.iter().any(|device| matches!(device, Device::Cuda { .. }));
     let tp_sizes = tp_sizes(flags, source.config(), on_gpus)?;
     let largest = tp_sizes.iter().copied().max().unwrap_or(1);
+    let kind = if on_gpus { "cuda" } else { "cpu" };
+    let gpus = match flags.gpus.device(kind, None, largest).map_err(&flag_error)? {
+        DeviceConfig::Cuda { gpus, .. } => gpus,
+        DeviceConfig::Cpu => GpuPlan::default(),
+    };
     // Before the reference runs, which takes longer.
     devices
         .iter()
-        .try_for_each(|&device| check_device(device, largest))
+        .try_for_each(|&device| check_device(device, &gpus, largest))
         .map_err(CliError::with(ExitCode::Flags))?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let prompts = prompts(flags, &path, source.config())?;
@@ -62,6 +68,7 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
         tokens: flags.tokens,
         threads: flags.threads.unwrap_or((cores / largest).max(1)),
         bisect: flags.bisect,
+        gpus,
         tp_sizes,
     };
     let verdict = compared(flags, &WholeSource(&*source), &options);

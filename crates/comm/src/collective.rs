@@ -33,6 +33,24 @@ pub enum CollectiveError {
         /// How long.
         waited_ms: u64,
     },
+    /// A kernel gave up waiting for another rank's data.
+    #[error(
+        "rank {rank} waited {waited_ms} ms in {operation} of {bytes} bytes (operation {sequence} on the GPU) for rank {missing}; that rank is stopped, dead or in another operation"
+    )]
+    DeviceTimeout {
+        /// This rank.
+        rank: usize,
+        /// The rank that is missing.
+        missing: usize,
+        /// What it was doing.
+        operation: &'static str,
+        /// Count of such operations since start.
+        sequence: u64,
+        /// Bytes of one rank's part.
+        bytes: usize,
+        /// How long.
+        waited_ms: u64,
+    },
     /// Two ranks are in different operations, or in the same one with different sizes.
     #[error(
         "rank {rank} is in {mine} (operation {sequence}) but rank {peer} is in {theirs}; the ranks no longer agree on the step"

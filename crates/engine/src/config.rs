@@ -1,5 +1,6 @@
 //! Everything a scheduler process is told at start; written by the launcher, read once.
 
+use crate::gpu::GpuPlan;
 use crate::links::RankLinks;
 use lockstep_core::{DType, ModelConfig, ParallelInfo, TokenId};
 use serde::{Deserialize, Serialize};
@@ -41,15 +42,16 @@ pub struct RankConfig {
 }
 
 /// What a rank computes on.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum DeviceConfig {
     /// The cores of this host.
     Cpu,
-    /// A GPU: that of the rank's number. Its memory is divided where the rank runs, so
-    /// [`RankConfig::memory_budget_bytes`] does not count.
+    /// A GPU. Its memory is divided where the rank runs, so [`RankConfig::memory_budget_bytes`] does not count.
     Cuda {
-        /// `--memory-ratio`: share of the GPU's free memory.
+        /// `--memory-ratio`: share of the GPU's free memory, of all ranks on it together.
         memory_ratio: f64,
+        /// Which GPUs, and how tensors move between them.
+        gpus: GpuPlan,
     },
 }
 

@@ -30,6 +30,7 @@ pub mod control;
 pub mod exchange;
 pub mod flight;
 mod gate;
+pub mod gpu;
 mod grammars;
 mod histories;
 mod inputs;
@@ -46,6 +47,7 @@ pub mod start;
 mod timing;
 
 pub use config::{Batching, DeviceConfig, DummySpec, RankConfig};
+pub use gpu::GpuPlan;
 pub use rank_loop::RankLoop;
 
 use lockstep_backend::BackendError;

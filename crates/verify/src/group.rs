@@ -9,13 +9,14 @@ use crate::greedy::Greedy;
 use crate::place::{Device, Place};
 use crate::{Result, Subject, VerifyError, parallel};
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
-use lockstep_backend::cuda::{CudaBackend, CudaOptions};
 use lockstep_backend::{Backend, KvLayout};
 use lockstep_comm::NcclCollective;
 use lockstep_comm::collective::Collective;
 use lockstep_comm::shm::{AbortHandle, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions};
 use lockstep_core::shard::HeadShard;
 use lockstep_core::{DType, ModelConfig, ParallelInfo, TokenId};
+use lockstep_engine::gpu::{self, GpuPlan, Joined};
+use lockstep_engine::start::Groups;
 use lockstep_model::{Decoder, Loader, Workspace};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -33,6 +34,8 @@ pub struct Spec<'a> {
     pub place: Place,
     /// Threads of each rank, on CPUs.
     pub threads: usize,
+    /// Which GPUs.
+    pub gpus: &'a GpuPlan,
     /// Longest sequence of all runs: longrope chooses by it, so it is the same at every place.
     pub positions_max: usize,
 }
@@ -239,16 +242,10 @@ fn load(spec: Spec<'_>, rank: usize, region: &Arc<SharedRegion>) -> Seat {
             loaded(spec, rank, dtype, backend, collective)
         }
         Device::Cuda { dtype } => {
-            let patience = (tp > 1).then_some(PATIENCE);
-            let backend = CudaBackend::new(CudaOptions { gpu: rank, dtype, patience })?;
-            let collective: Box<dyn Collective> = match tp {
-                1 => collective,
-                _ => {
-                    let mut group = ShmGroup::new(Arc::clone(region), rank, options)?;
-                    Box::new(NcclCollective::new(collective, &mut group)?)
-                }
-            };
-            loaded(spec, rank, Some(dtype), backend, collective)
+            let replica = Box::new(ShmGroup::new(Arc::clone(region), rank, options)?);
+            let groups = Groups { replica, tensors: collective };
+            let Joined { backend, groups } = gpu::join(spec.gpus, dtype, PATIENCE, groups)?;
+            loaded(spec, rank, Some(dtype), backend, groups.tensors)
         }
     }
 }

@@ -31,6 +31,7 @@ pub use subject::{Subject, WholeSource};
 
 use lockstep_backend::cuda::{CudaBackend, CudaOptions};
 use lockstep_core::{ParallelInfo, TokenId};
+use lockstep_engine::GpuPlan;
 use serde::Serialize;
 
 /// Why nothing could be verified, or one run failed.
@@ -75,6 +76,8 @@ pub struct Options {
     pub tokens: usize,
     /// Threads of each rank, on CPUs.
     pub threads: usize,
+    /// Which GPUs the ranks use, where they use any.
+    pub gpus: GpuPlan,
     /// Look for the first layer that differs.
     pub bisect: bool,
 }
@@ -95,13 +98,13 @@ impl Report {
     }
 }
 
-/// Errors with one sentence unless this machine has `tp` GPUs that compute in the type of `device`; nothing is asked
-/// of a CPU.
-pub fn check_device(device: Device, tp: usize) -> Result<()> {
+/// Errors with one sentence unless this machine has the last GPU of `tp` ranks, and it computes in the type of `device`;
+/// nothing is asked of a CPU.
+pub fn check_device(device: Device, gpus: &GpuPlan, tp: usize) -> Result<()> {
     match device {
         Device::Cpu { .. } => Ok(()),
         Device::Cuda { dtype } => {
-            CudaBackend::new(CudaOptions { gpu: tp - 1, dtype, patience: None })?;
+            CudaBackend::new(CudaOptions { gpu: gpus.gpu_of(tp - 1), dtype, patience: None })?;
             Ok(())
         }
     }

@@ -65,6 +65,7 @@ impl Session<'_> {
             subject: self.subject,
             place,
             threads: self.options.threads,
+            gpus: &self.options.gpus,
             positions_max: longest + self.options.tokens + 1,
         };
         Group::with(spec, |group| body(&Here { session: self, place, group }))

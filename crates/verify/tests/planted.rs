@@ -154,6 +154,7 @@ fn options(fixture: &Fixture, tp_sizes: &[usize]) -> Options {
     let prompt = &fixture.expect.prompt_ids;
     let long: Vec<u32> = (0..70).map(|i| 1 + (i * 37) % 200).collect();
     Options {
+        gpus: Default::default(),
         devices: vec![Device::Cpu { dtype: None }],
         tp_sizes: tp_sizes.to_vec(),
         prompts: vec![prompt.clone(), long, vec![5]],

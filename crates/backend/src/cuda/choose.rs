@@ -6,11 +6,11 @@
 use super::driver::{Address, Device, Event};
 use super::launch::{Args, Grid, Kernel, Module};
 use super::memory::{Buffer, List, Pinned, Staging};
+use super::peers::DataPlane;
 use super::sample::{Logits, ROWS_MAX, RowParams, Sampling};
 use crate::choice::Choice;
 use crate::{BackendError, Result};
-use lockstep_comm::collective::{Collective, StreamHandle};
-use lockstep_core::{DType, TokenId};
+use lockstep_core::TokenId;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
@@ -104,7 +104,7 @@ impl Chooser {
     pub fn queue(
         &mut self,
         staging: &mut Staging,
-        collective: &dyn Collective,
+        plane: &DataPlane<'_>,
         logits: Address,
         choice: &Choice<'_>,
     ) -> Result<()> {
@@ -114,20 +114,15 @@ impl Chooser {
             self.chosen = chosen_buffer(&self.device, rows.next_power_of_two())?;
         }
         match choice.rows.iter().all(|row| row.is_greedy()) {
-            true => self.queue_greedy(collective, logits, choice)?,
-            false => self.queue_drawn(staging, collective, logits, choice)?,
+            true => self.queue_greedy(plane, logits, choice)?,
+            false => self.queue_drawn(staging, plane, logits, choice)?,
         }
         self.send(rows)
     }
 
     /// The most likely token of each row.
-    fn queue_greedy(
-        &mut self,
-        collective: &dyn Collective,
-        logits: Address,
-        choice: &Choice<'_>,
-    ) -> Result<()> {
-        let (rows, ranks) = (choice.rows.len(), collective.size());
+    fn queue_greedy(&mut self, plane: &DataPlane<'_>, logits: Address, choice: &Choice<'_>) -> Result<()> {
+        let (rows, ranks) = (choice.rows.len(), plane.ranks());
         let pairs = rows * size_of::<[u32; 2]>();
         let mine = room(&self.device, &mut self.local, pairs)?;
         let local = Logits { start: logits, stride: choice.local_vocab, vocab: choice.local_real, rows };
@@ -137,9 +132,8 @@ impl Chooser {
         }
         self.queue_best_into(local, mine, None);
         let all = room(&self.device, &mut self.gathered, ranks * pairs)?;
-        let stream = StreamHandle(self.device.stream);
         // SAFETY: both buffers hold the pairs of `rows` rows, of one rank and of all.
-        unsafe { collective.all_gather(mine as *const _, all as *mut _, 2 * rows, DType::F32, stream)? };
+        unsafe { plane.all_gather(mine, all, 2 * rows)? };
         let args = Args::default().address(all).int(ranks).int(rows).int(choice.local_vocab);
         // SAFETY: pairs and chosen tokens have room for `rows` rows.
         unsafe { self.pick.launch(Grid::elements(rows), args.address(self.chosen.address())) };
@@ -150,13 +144,13 @@ impl Chooser {
     fn queue_drawn(
         &mut self,
         staging: &mut Staging,
-        collective: &dyn Collective,
+        plane: &DataPlane<'_>,
         logits: Address,
         choice: &Choice<'_>,
     ) -> Result<()> {
         let params: Vec<RowParams> = choice.rows.iter().map(RowParams::from).collect();
         let params = self.params.set(&self.device, staging, &params)?;
-        let (rows, ranks, stride) = (choice.rows.len(), collective.size(), choice.local_vocab);
+        let (rows, ranks, stride) = (choice.rows.len(), plane.ranks(), choice.local_vocab);
         let row_bytes = stride * size_of::<f32>();
         let at_once = if ranks == 1 { ROWS_MAX } else { GATHERED_BYTES / (ranks * row_bytes) };
         let at_once = at_once.clamp(1, ROWS_MAX);
@@ -166,10 +160,8 @@ impl Chooser {
             let mut all = mine;
             if ranks > 1 {
                 all = room(&self.device, &mut self.gathered, ranks * count * row_bytes)?;
-                let (from, to) = (mine as *const _, all as *mut _);
-                let stream = StreamHandle(self.device.stream);
                 // SAFETY: the logits are the caller's, the buffer holds those of all ranks.
-                unsafe { collective.all_gather(from, to, count * stride, DType::F32, stream)? };
+                unsafe { plane.all_gather(mine, all, count * stride)? };
             }
             let logits = Logits { start: all, stride, vocab: choice.vocab_size, rows: count };
             let params = params + (first * size_of::<RowParams>()) as u64;

@@ -36,6 +36,8 @@ pub(super) enum Source {
     Moe,
     /// `experts.cu`.
     Experts,
+    /// `peers.cu` for so many ranks.
+    Peers(usize),
     /// `sample.cu`; logits are f32 whatever the type.
     Sample,
     /// `attention_token.cu` for heads of at most so many elements.
@@ -60,6 +62,7 @@ impl Source {
             Self::Streamed => "streamed".into(),
             Self::Moe => "moe".into(),
             Self::Experts => "experts".into(),
+            Self::Peers(ranks) => format!("peers_{ranks}"),
             Self::Sample => "sample".into(),
             Self::AttentionToken(dim) => format!("attention_token_{dim}"),
             Self::AttentionDecode(dim) => format!("attention_decode_{dim}"),
@@ -82,6 +85,7 @@ impl Source {
             Self::Streamed => &[mma, ring, include_str!("../../kernels/streamed.cu")],
             Self::Moe => &[include_str!("../../kernels/moe.cu")],
             Self::Experts => &[mma, ring, include_str!("../../kernels/experts.cu")],
+            Self::Peers(_) => &[include_str!("../../kernels/peers.cu")],
             Self::Sample => &[include_str!("../../kernels/sample.cu")],
             Self::AttentionToken(_) => &[attention, include_str!("../../kernels/attention_token.cu")],
             Self::AttentionDecode(_) => &[attention, mma, include_str!("../../kernels/attention_decode.cu")],
@@ -114,6 +118,7 @@ impl Source {
             Self::AttentionDecode(dim) => {
                 options.push(format!("-DSTAGES={}", DecodePlan::new(architecture, dim).stages));
             }
+            Self::Peers(ranks) => options.push(format!("-DRANKS={ranks}")),
             Self::Streamed => options.extend(ring::STREAMED.options(architecture)),
             Self::Experts => options.extend(ring::GROUPED.options(architecture)),
             _ => {}

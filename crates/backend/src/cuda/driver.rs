@@ -5,11 +5,12 @@
 //! and one stream on which everything is queued in call order. What fails after start-up is kept
 //! ([`Device::keep`]) and reported by the next operation that can return an error.
 
+use super::peers::Report;
 use super::survey::Gpu;
 use crate::{BackendError, Result};
 use lockstep_comm::function_table;
 use lockstep_comm::library::{Library, LibraryError};
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -31,11 +32,15 @@ function_table! {
         device_memory = c"cuDeviceTotalMem_v2" (*mut usize, c_int);
         device_pci = c"cuDeviceGetPCIBusId" (*mut c_char, c_int, c_int);
         can_access_peer = c"cuDeviceCanAccessPeer" (*mut c_int, c_int, c_int);
+        device_uuid = c"cuDeviceGetUuid_v2" (*mut [u8; 16], c_int);
         context_retain = c"cuDevicePrimaryCtxRetain" (*mut Handle, c_int);
         context_set = c"cuCtxSetCurrent" (Handle);
+        context_open_peer = c"cuCtxEnablePeerAccess" (Handle, c_uint);
         memory_info = c"cuMemGetInfo_v2" (*mut usize, *mut usize);
         allocate = c"cuMemAlloc_v2" (*mut Address, usize);
         free = c"cuMemFree_v2" (Address);
+        lend = c"cuIpcGetMemHandle" (*mut LentMemory, Address);
+        borrow = c"cuIpcOpenMemHandle_v2" (*mut Address, LentMemory, c_uint);
         fill_bytes = c"cuMemsetD8Async" (Address, u8, usize, Handle);
         copy_in = c"cuMemcpyHtoDAsync_v2" (Address, *const c_void, usize, Handle);
         copy_out = c"cuMemcpyDtoHAsync_v2" (*mut c_void, Address, usize, Handle);
@@ -62,6 +67,11 @@ function_table! {
         error_text = c"cuGetErrorString" (c_int, *mut *const c_char);
     }
 }
+
+/// `CUipcMemHandle`: memory of one process that another may open.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct LentMemory(pub [u8; 64]);
 
 /// `CUlaunchConfig`.
 #[repr(C)]
@@ -107,6 +117,12 @@ pub(super) struct Device {
     pub api: Driver,
     pub stream: Handle,
     pub name: String,
+    /// The primary context, current on the thread that made this.
+    pub context: Handle,
+    /// Index among the GPUs of this machine.
+    pub index: usize,
+    /// What the driver calls it.
+    pub handle: c_int,
     pub sm_count: usize,
     /// Of the second-level cache.
     pub l2_bytes: usize,
@@ -123,6 +139,10 @@ pub(super) struct Device {
     is_recording: Cell<bool>,
     /// How often memory that recordings name has moved.
     moves: Cell<u64>,
+    /// Where kernels that wait for other ranks say which one is missing.
+    report: OnceCell<Report>,
+    /// Another rank uses the same context.
+    shares_context: Cell<bool>,
 }
 
 impl Device {
@@ -139,7 +159,10 @@ impl Device {
         }
         let count = api.count()?;
         if index >= count {
-            let problem = format!("GPU {index} is wanted but this machine has {count}; use a smaller --tp");
+            let problem = format!(
+                "GPU {index} is wanted but this machine has {count}, numbered from 0; use a smaller --tp, other --gpu-ids, \
+                 or --share-gpu to test several ranks on one"
+            );
             return Err(BackendError::Unsupported(problem));
         }
         let device = api.device(index)?;
@@ -161,6 +184,9 @@ impl Device {
             api,
             stream,
             name,
+            context,
+            index,
+            handle: device,
             sm_count,
             l2_bytes,
             driver_version: version,
@@ -170,6 +196,8 @@ impl Device {
             is_lost: Cell::new(false),
             is_recording: Cell::new(false),
             moves: Cell::new(0),
+            report: OnceCell::new(),
+            shares_context: Cell::new(false),
         })
     }
 
@@ -207,12 +235,21 @@ impl Device {
         self.report()?;
         let started = Instant::now();
         loop {
-            match query() {
+            let code = query();
+            if let Some(failure) = self.report.get().and_then(Report::failure) {
+                // What is queued behind may wait for the missing rank by other means.
+                self.is_lost.set(true);
+                return Err(failure.into());
+            }
+            match code {
                 NOT_READY => {}
                 code => return self.check(code, "running queued operations"),
             }
             if self.patience.is_some_and(|patience| started.elapsed() > patience) {
                 self.is_lost.set(true);
+                if let Some(failure) = self.report.get().and_then(Report::stop) {
+                    return Err(failure.into());
+                }
                 return Err(BackendError::Device {
                     operation: "waiting for the GPU".into(),
                     problem: format!(
@@ -225,9 +262,27 @@ impl Device {
         }
     }
 
-    /// Whether a wait has given up: calls that wait for the device would hang.
-    pub fn is_lost(&self) -> bool {
-        self.is_lost.get()
+    /// How long to wait for other ranks; `None` for ever.
+    pub fn patience(&self) -> Option<Duration> {
+        self.patience
+    }
+
+    /// From here on every wait looks at `report` too. Once.
+    pub fn watch(&self, report: Report) {
+        let is_first = self.report.set(report).is_ok();
+        assert!(is_first, "a device joins one group of ranks");
+    }
+
+    /// Another rank of this process uses the same context: whatever waits for the context would wait for kernels
+    /// that wait for this rank.
+    pub fn share_context(&self) {
+        self.shares_context.set(true);
+    }
+
+    /// Whether memory can be given back, which waits for everything in the context: not after a wait has given up, and
+    /// not where that is another rank's too.
+    pub fn may_free(&self) -> bool {
+        !self.is_lost.get() && !self.shares_context.get()
     }
 
     /// Whether what is queued now is recorded instead of run.

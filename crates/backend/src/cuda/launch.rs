@@ -8,8 +8,10 @@ use crate::Result;
 use std::ffi::{CString, c_void};
 use std::rc::Rc;
 
-/// Bytes of arguments, at most: the largest kernel takes 13 of 8 bytes.
-const ARGUMENT_WORDS: usize = 24;
+/// Words of 8 bytes of all arguments, at most: the largest kernel takes 21.
+const ARGUMENT_WORDS: usize = 32;
+/// 32-bit words of one structure, at most.
+const STRUCTURE_WORDS: usize = 24;
 
 /// The kernels of one source file on the device.
 pub(super) struct Module {
@@ -42,7 +44,8 @@ impl Module {
             };
             self.device.check(code, &format!("reserving shared memory for kernel {name}"))?;
         }
-        Ok(Kernel { device: Rc::clone(&self.device), function, name, shared_bytes })
+        let overlaps = self.device.can_overlap_launches();
+        Ok(Kernel { device: Rc::clone(&self.device), function, name, shared_bytes, overlaps })
     }
 }
 
@@ -52,6 +55,8 @@ pub(super) struct Kernel {
     function: Handle,
     name: &'static str,
     shared_bytes: u32,
+    /// Its blocks may start before the kernel before it has ended.
+    overlaps: bool,
 }
 
 /// Blocks and threads of a launch.
@@ -123,8 +128,11 @@ impl Args {
     /// A structure, as its 32-bit words. Panics when their number is odd, which would shift what follows.
     pub fn words(self, words: &[u32]) -> Self {
         let (pairs, rest) = words.as_chunks::<2>();
-        assert!(rest.is_empty() && pairs.len() <= 8, "structures have an even number of words, at most 16");
-        let mut joined = [0; 8];
+        assert!(
+            rest.is_empty() && words.len() <= STRUCTURE_WORDS,
+            "structures have an even number of words, at most {STRUCTURE_WORDS}"
+        );
+        let mut joined = [0; STRUCTURE_WORDS / 2];
         for (word, pair) in joined.iter_mut().zip(pairs) {
             *word = u64::from(pair[0]) | u64::from(pair[1]) << 32;
         }
@@ -133,6 +141,11 @@ impl Args {
 }
 
 impl Kernel {
+    /// One that starts only when the kernel before it has ended.
+    pub fn without_overlap(self) -> Self {
+        Self { overlaps: false, ..self }
+    }
+
     /// Queues the kernel. What goes wrong is kept on the device and reported later.
     ///
     /// # Safety
@@ -155,7 +168,7 @@ impl Kernel {
             shared_bytes: self.shared_bytes,
             stream: self.device.stream,
             attributes: &raw const overlap,
-            attribute_count: u32::from(self.device.can_overlap_launches()),
+            attribute_count: u32::from(self.overlaps),
         };
         // SAFETY: the configuration and arguments live until the call returns, which copies them; the
         // rest is the caller's promise.

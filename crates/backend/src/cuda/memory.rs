@@ -25,6 +25,11 @@ pub(super) struct Buffer {
 impl Buffer {
     /// Zeroed memory. Errors with what it is for.
     pub fn zeroed(device: &Rc<Device>, bytes: usize, what: &str) -> Result<Self> {
+        Self::filled(device, bytes, 0, what)
+    }
+
+    /// Memory of bytes `value`. Errors with what it is for.
+    pub fn filled(device: &Rc<Device>, bytes: usize, value: u8, what: &str) -> Result<Self> {
         let mut address = 0;
         let size = bytes.max(16);
         // SAFETY: the out-pointer is valid and the context is current.
@@ -40,7 +45,7 @@ impl Buffer {
         device.check(code, "allocating memory")?;
         let buffer = Self { device: Rc::clone(device), address, bytes };
         // SAFETY: the range was just allocated.
-        let code = unsafe { (device.api.fill_bytes)(address, 0, size, device.stream) };
+        let code = unsafe { (device.api.fill_bytes)(address, value, size, device.stream) };
         device.check(code, "clearing memory")?;
         Ok(buffer)
     }
@@ -81,7 +86,7 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if !self.device.is_lost() {
+        if self.device.may_free() {
             // SAFETY: allocated by `zeroed` and freed once; the driver waits for what still uses it. An
             // error here has been or will be reported by whatever uses the device.
             unsafe { (self.device.api.free)(self.address) };
@@ -141,7 +146,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if !self.device.is_lost() {
+        if self.device.may_free() {
             // SAFETY: allocated by `new` and freed once.
             unsafe { (self.device.api.free_host)(self.start.cast()) };
         }

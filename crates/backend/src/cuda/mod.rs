@@ -13,10 +13,11 @@
 //!   to a bound); they are not bit-equal across batches.
 //! * An operation that cannot return an error keeps it; the next one that can reports it.
 //!
-//! Reading order: `driver`, `memory`, `compile`, `launch`, `tensor`, `gemm`, `ring`, `few_rows`, `products`, `attention`, `moe`, `sample`, `choose`,
-//! `recording`; [`selftest`] compares with the CPU.
+//! Reading order: `driver`, `memory`, `compile`, `launch`, `tensor`, `gemm`, `ring`, `few_rows`, `products`, `attention`, `moe`,
+//! `peers`, `reduce`, `sample`, `choose`, `recording`; [`selftest`] compares with the CPU, `bench` times sums over ranks.
 
 mod attention;
+mod bench;
 mod choose;
 mod compile;
 mod driver;
@@ -25,9 +26,11 @@ mod gemm;
 mod launch;
 mod memory;
 mod moe;
+mod peers;
 mod product_times;
 mod products;
 mod recording;
+mod reduce;
 mod ring;
 mod sample;
 pub mod selftest;
@@ -36,8 +39,10 @@ pub mod survey;
 mod tensor;
 
 pub use attention::CudaKvCache;
+pub use bench::{Sample, SumSize};
 pub use compile::kernel_cache;
 pub use moe::{CudaExperts, CudaMoeWorkspace};
+pub use peers::PeerMode;
 pub use recording::CudaRecording;
 pub use tensor::{CudaLinear, CudaRopeTable, CudaTensor, CudaVector};
 
@@ -50,10 +55,11 @@ use choose::Chooser;
 use compile::Source;
 use driver::{Address, Device};
 use launch::{Args, Grid, Kernel, Module};
-use lockstep_comm::collective::{Collective, StreamHandle};
+use lockstep_comm::collective::Collective;
 use lockstep_core::config::{Activation, RopeFrequencies};
 use lockstep_core::{DType, PageId, TokenId};
 use memory::{List, Staging};
+use peers::{DataPlane, Peers};
 use products::Products;
 use std::borrow::Cow;
 use std::cell::RefCell;
@@ -84,6 +90,8 @@ pub struct CudaBackend {
     attention: AttentionStep,
     lists: StepLists,
     chooser: Chooser,
+    /// The other ranks' memory, where they lend it.
+    peers: Option<Box<Peers>>,
 }
 
 /// What every model needs.
@@ -141,6 +149,7 @@ impl CudaBackend {
             staging: RefCell::new(Staging::new(&device)?),
             attention: AttentionStep::new(&device)?,
             lists: StepLists::default(),
+            peers: None,
             device,
         })
     }
@@ -192,14 +201,6 @@ impl CudaBackend {
         let word = |bytes: &[u8]| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         let pair = |pair: &[u8; 8]| (f32::from_bits(word(&pair[..4])), word(&pair[4..]));
         Ok(copied.as_chunks::<8>().0.iter().map(pair).collect())
-    }
-
-    fn reduce(&self, collective: &dyn Collective, x: &CudaTensor, rows: usize) -> Result<()> {
-        self.device.report()?;
-        let (data, count) = (x.buffer.address() as *mut _, x.bytes(rows) / x.dtype.size_bytes());
-        // SAFETY: the tensor holds `count` elements, and what was queued on the stream comes before.
-        unsafe { collective.all_reduce(data, count, x.dtype, StreamHandle(self.device.stream))? };
-        Ok(())
     }
 }
 
@@ -404,17 +405,7 @@ impl Backend for CudaBackend {
         streams: (&mut CudaTensor, &mut CudaTensor),
         rows: usize,
     ) -> Result<()> {
-        self.reduce(collective, partial, rows)?;
-        let (residual, out) = streams;
-        let cols = partial.cols;
-        let list = [&*partial, residual, out].map(|tensor| tensor.rows(rows, cols, self.dtype));
-        let list = list.into_iter().fold(Args::default(), Args::address);
-        let list =
-            list.optional(args.bias.map(|v| v.exact(cols))).optional(args.post_norm.map(|v| v.exact(cols)));
-        let list = list.address(args.norm_weight.exact(cols)).float(args.norm_eps).int(cols);
-        // SAFETY: the three tensors and the vectors have `cols` columns, and `rows` rows are there.
-        unsafe { self.kernels.add_norm.launch(Grid::rows(rows, norm_threads(cols)), list) };
-        self.device.report()
+        self.end_half_layer(collective, &args, (partial, streams.0, streams.1), rows)
     }
 
     fn gather_rows(&mut self, x: &CudaTensor, rows: &[u32], out: &mut CudaTensor) {
@@ -439,7 +430,8 @@ impl Backend for CudaBackend {
         choice: &Choice<'_>,
     ) -> Result<()> {
         let from = logits.rows(choice.rows.len(), choice.local_vocab, DType::F32);
-        self.chooser.queue(self.staging.get_mut(), collective, from, choice)
+        let plane = DataPlane { peers: self.peers.as_deref(), collective, device: &self.device };
+        self.chooser.queue(self.staging.get_mut(), &plane, from, choice)
     }
 
     fn take_chosen(&mut self, tokens: &mut Vec<TokenId>) -> Result<()> {

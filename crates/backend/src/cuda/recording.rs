@@ -88,7 +88,7 @@ impl CudaRecording {
 
 impl Drop for CudaRecording {
     fn drop(&mut self) {
-        if !self.device.is_lost() {
+        if self.device.may_free() {
             // SAFETY: made by `of` and destroyed once; the driver waits for what still runs.
             unsafe { (self.device.api.graph_executable_destroy)(self.executable) };
         }

@@ -8,6 +8,9 @@
 mod cases;
 mod choose;
 mod decode;
+mod peers;
+
+pub use peers::run_shared;
 
 use super::products::Way;
 use super::{CudaBackend, CudaLinear, CudaOptions, CudaTensor, CudaVector};

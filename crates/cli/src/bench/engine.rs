@@ -4,7 +4,6 @@ use super::random::Random;
 use crate::config_only::dummy_spec;
 use crate::device::{RankTask, on_device};
 use crate::error::{CliError, Result};
-use crate::flags::model::device_of;
 use crate::flags::{EngineFlags, LatencyFlags, OfflineFlags};
 use crate::logging;
 use crate::pull;
@@ -113,7 +112,8 @@ impl Engine {
         let (model, dummy_weights) = described(flags, &path)?;
         lockstep_core::shard::check_tp_size(&model, flags.tp as i64)
             .map_err(CliError::with(ExitCode::Flags))?;
-        let device = device_of(&flags.device, flags.memory.memory_ratio).map_err(&flag_error)?;
+        let device =
+            flags.gpus.device(&flags.device, flags.memory.memory_ratio, flags.tp).map_err(&flag_error)?;
         let threads = flags.threads.unwrap_or_else(super::cores).div_ceil(flags.tp).max(1);
         let (memory_budget_bytes, memory_budget_origin) =
             serve::budget(flags.memory.memory_ratio.unwrap_or(serve::CPU_MEMORY_RATIO), flags.tp)?;
@@ -124,14 +124,14 @@ impl Engine {
             model: path,
             eos_tokens: model.eos_tokens.clone(),
             dtype: flags.dtype.convert().map_err(&flag_error)?,
-            device,
             dummy_weights,
             threads,
             memory_budget_bytes,
             memory_budget_origin,
             num_pages: flags.memory.num_pages,
             allow_imbalance: flags.memory.allow_imbalance,
-            batching: flags.batching.batching(device),
+            batching: flags.batching.batching(&device),
+            device,
             collective_timeout_ms: PATIENCE.as_millis() as u64,
             flight_dir: None,
             links,

@@ -1,10 +1,12 @@
 //! `lockstep bench`: what this machine can do, and what the backends make of it.
 
+mod comm;
 mod decode;
 mod engine;
 mod random;
 mod serve;
 
+pub use comm::comm;
 pub use decode::decode;
 pub use engine::{latency, offline};
 pub use serve::serve;

@@ -132,8 +132,8 @@ impl BatchingFlags {
     }
 
     /// What the ranks are told, with defaults that suit their device.
-    pub fn batching(&self, device: DeviceConfig) -> Batching {
-        let is_gpu = device != DeviceConfig::Cpu;
+    pub fn batching(&self, device: &DeviceConfig) -> Batching {
+        let is_gpu = *device != DeviceConfig::Cpu;
         let (running_max, chunk) = if is_gpu { GPU_RUNNING_AND_CHUNK } else { CPU_RUNNING_AND_CHUNK };
         Batching {
             page_size: self.page_size,

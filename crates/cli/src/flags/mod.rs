@@ -10,6 +10,7 @@ pub mod bench_serve;
 pub mod chat;
 pub mod client;
 pub mod connections;
+pub mod gpus;
 pub mod logging;
 pub mod memory;
 pub mod model;
@@ -72,6 +73,9 @@ pub struct ServeFlags {
     /// How many processes.
     #[command(flatten)]
     pub parallel: parallel::ParallelFlags,
+    /// Which GPUs.
+    #[command(flatten)]
+    pub gpus: gpus::GpuFlags,
     /// How requests share a step.
     #[command(flatten)]
     pub batching: batching::BatchingFlags,
@@ -158,6 +162,8 @@ pub enum BenchCommand {
     Hw(HwFlags),
     /// Decode at batch 1 and prefill of a model, against the floor of this machine, in process.
     Decode(DecodeFlags),
+    /// Sums over the ranks' GPUs by size: our own kernels in one shot and in two, and NCCL.
+    Comm(CommFlags),
     /// HTTP load against any server that speaks OpenAI's API: latency percentiles and throughput.
     Serve(Box<bench_serve::BenchServeFlags>),
     /// Throughput of the engine on requests of random lengths, all there at once, without HTTP.
@@ -184,6 +190,9 @@ pub struct EngineFlags {
     /// Ranks, as threads of this process.
     #[arg(long, default_value_t = 1)]
     pub tp: usize,
+    /// Which GPUs.
+    #[command(flatten)]
+    pub gpus: gpus::GpuFlags,
     /// Threads of all ranks together [default: all cores].
     #[arg(long)]
     pub threads: Option<usize>,
@@ -254,6 +263,38 @@ pub struct HwFlags {
     /// Also decode this model (catalogue name, folder or GGUF file) and print its share of the memory floor.
     #[arg(long)]
     pub model: Option<String>,
+}
+
+/// Flags of `lockstep bench comm`.
+#[derive(Args, Debug)]
+pub struct CommFlags {
+    /// The device: cuda.
+    #[arg(long, default_value = "cuda")]
+    pub device: String,
+    /// Ranks, as threads of this process.
+    #[arg(long, default_value_t = 2)]
+    pub tp: usize,
+    /// Which GPUs.
+    #[command(flatten)]
+    pub gpus: gpus::GpuFlags,
+    /// Type of the elements: bf16, f16 or f32.
+    #[arg(long, default_value = "bf16")]
+    pub dtype: String,
+    /// Rows of the sums that end half layers.
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32, 64, 128, 256])]
+    pub tokens: Vec<usize>,
+    /// Columns of those.
+    #[arg(long, value_delimiter = ',', default_values_t = [4096, 5120])]
+    pub hidden: Vec<usize>,
+    /// Sizes of plain sums in KiB.
+    #[arg(long, value_delimiter = ',', default_values_t = [8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536])]
+    pub kib: Vec<usize>,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+    /// What to log.
+    #[command(flatten)]
+    pub logging: logging::LoggingFlags,
 }
 
 /// Flags of `lockstep bench decode`.

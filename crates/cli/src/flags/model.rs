@@ -3,11 +3,7 @@
 use anyhow::{Result, bail};
 use clap::Args;
 use lockstep_core::DType;
-use lockstep_engine::DeviceConfig;
 use std::path::PathBuf;
-
-/// Share of a GPU's free memory that a rank takes unless `--memory-ratio` says otherwise.
-const GPU_MEMORY_RATIO: f64 = 0.9;
 
 /// Model flags of `lockstep serve`.
 #[derive(Args, Debug)]
@@ -66,21 +62,7 @@ impl DtypeFlag {
     }
 }
 
-/// What `--device` names; `memory_ratio` is of a GPU's free memory.
-pub fn device_of(name: &str, memory_ratio: Option<f64>) -> Result<DeviceConfig> {
-    match name {
-        "auto" | "cpu" => Ok(DeviceConfig::Cpu),
-        "cuda" => Ok(DeviceConfig::Cuda { memory_ratio: memory_ratio.unwrap_or(GPU_MEMORY_RATIO) }),
-        other => bail!("--device {other} is not known; use auto, cpu or cuda"),
-    }
-}
-
 impl ModelFlags {
-    /// What the ranks compute on; `memory_ratio` is of a GPU's free memory.
-    pub fn device(&self, memory_ratio: Option<f64>) -> Result<DeviceConfig> {
-        device_of(&self.device, memory_ratio)
-    }
-
     /// Whether the model's own sampling defaults count.
     pub fn uses_generation_config(&self) -> Result<bool> {
         match self.generation_config.as_str() {

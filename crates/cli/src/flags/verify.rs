@@ -1,5 +1,6 @@
 //! Flags of `lockstep verify`.
 
+use super::gpus::GpuFlags;
 use super::model::DtypeFlag;
 use clap::Args;
 use std::path::PathBuf;
@@ -21,6 +22,10 @@ pub struct VerifyFlags {
     /// cpu.
     #[arg(long, value_delimiter = ',', default_value = "auto")]
     pub device: Vec<String>,
+
+    /// Which GPUs.
+    #[command(flatten)]
+    pub gpus: GpuFlags,
 
     /// A file with one prompt a line [default: a few built-in ones].
     #[arg(long)]

@@ -99,8 +99,7 @@ impl ServePlan {
             );
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let device =
-            flags.model.device(flags.memory.memory_ratio).map_err(CliError::with(ExitCode::Flags))?;
+        let device = device(flags, tp).map_err(CliError::with(ExitCode::Flags))?;
         let (rank_budget_bytes, budget_origin) =
             budget(flags.memory.memory_ratio.unwrap_or(CPU_MEMORY_RATIO), tp)?;
         Ok(Self {
@@ -112,9 +111,9 @@ impl ServePlan {
             allow_imbalance: flags.memory.allow_imbalance,
             topology: Topology::tensor_parallel(tp, flags.parallel.num_tokenizer),
             threads: flags.parallel.threads(cores, tp).map_err(CliError::with(ExitCode::Flags))?,
+            batching: flags.batching.batching(&device),
             device,
             dtype: flags.model.dtype.convert().map_err(CliError::with(ExitCode::Flags))?,
-            batching: flags.batching.batching(device),
             rank_budget_bytes,
             budget_origin,
             num_pages: (0..tp).map(|rank| flags.memory.pages_of(rank)).collect(),
@@ -179,8 +178,13 @@ impl Described {
     }
 }
 
+fn device(flags: &ServeFlags, tp: usize) -> anyhow::Result<DeviceConfig> {
+    flags.gpus.device(&flags.model.device, flags.memory.memory_ratio, tp)
+}
+
 fn check_flags(flags: &ServeFlags) -> anyhow::Result<()> {
-    flags.model.device(flags.memory.memory_ratio)?;
+    // What is wrong with --tp itself is said with the sizes that the model takes.
+    device(flags, usize::try_from(flags.parallel.tp).unwrap_or(1).max(1))?;
     flags.model.dtype.convert()?;
     flags.model.check_chat_template()?;
     flags.model.check_served_name()?;

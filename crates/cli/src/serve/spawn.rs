@@ -119,7 +119,7 @@ fn rank_config(plan: &ServePlan, names: &Names, parallel: ParallelInfo) -> RankC
         model: plan.model_path.clone(),
         eos_tokens: plan.eos_tokens.clone(),
         dtype: plan.dtype,
-        device: plan.device,
+        device: plan.device.clone(),
         dummy_weights: plan.dummy_weights.clone(),
         threads: plan.threads,
         memory_budget_bytes: plan.rank_budget_bytes,

@@ -4,7 +4,7 @@ use super::*;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-const ALL: [Source; 20] = [
+const ALL: [Source; 23] = [
     Source::Pointwise,
     Source::Norm,
     Source::Rope,
@@ -13,6 +13,9 @@ const ALL: [Source; 20] = [
     Source::Streamed,
     Source::Moe,
     Source::Experts,
+    Source::Peers(2),
+    Source::Peers(4),
+    Source::Peers(8),
     Source::Sample,
     Source::AttentionToken(64),
     Source::AttentionToken(128),
@@ -51,6 +54,13 @@ impl Source {
                 "experts_down_64",
                 "experts_down_128",
                 "join_experts",
+            ],
+            Self::Peers(_) => &[
+                "reduce_one_shot",
+                "reduce_two_shot",
+                "reduce_norm_one_shot",
+                "reduce_norm_two_shot",
+                "gather",
             ],
             Self::Sample => &["sample_best", "sample_weigh", "sample_pick"],
             Self::AttentionToken(256) => &["attention_token_1", "attention_token_2", "attention_token_4"],

@@ -1,0 +1,113 @@
+//! The words by which the host and kernels that wait for other ranks speak to each other.
+//!
+//! In pinned memory, which the GPU reads and writes at the same address. Kernels write their part once, the flag last;
+//! the host writes [`STOP`] only.
+
+use super::super::driver::{Address, Device};
+use crate::{BackendError, Result};
+use lockstep_comm::CollectiveError;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+// Numbers of the words, as in `peers.cu`.
+const STOP: usize = 0;
+const IS_FAILED: usize = 1;
+const MISSING: usize = 2;
+const OPERATION: usize = 3;
+const BYTES: usize = 4;
+const KIND: usize = 5;
+const WAITED_MS: usize = 6;
+const WORDS: usize = 16;
+
+/// What the numbers in the word [`KIND`] mean.
+const KINDS: [&str; 3] = ["one-shot all-reduce", "two-shot all-reduce", "all-gather"];
+
+/// How long kernels get to say what they wait for: they look at the word [`STOP`] every few milliseconds.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Where kernels say that a rank is missing, and are told to stop waiting.
+pub(in crate::cuda) struct Report {
+    words: &'static [AtomicU32; WORDS],
+    rank: usize,
+}
+
+impl Report {
+    /// The report of rank `rank`. Its memory is never given back: kernels may write to it until the process ends.
+    pub fn new(device: &Device, rank: usize) -> Result<Self> {
+        let mut start: *mut c_void = std::ptr::null_mut();
+        let bytes = WORDS * size_of::<u32>();
+        // SAFETY: the out-pointer is valid and the context is current.
+        let code = unsafe { (device.api.allocate_host)(&raw mut start, bytes, 0) };
+        device.check(code, "allocating pinned memory")?;
+        if start.is_null() {
+            let hint = "raise the limit of locked memory or free host memory".into();
+            return Err(BackendError::OutOfMemory { what: "pinned host memory".into(), bytes, hint });
+        }
+        // SAFETY: as many bytes were just allocated, aligned to a page, and are never given back; words that the GPU
+        // writes too are only looked at as atomics from here on.
+        let words = unsafe {
+            start.cast::<u8>().write_bytes(0, bytes);
+            &*start.cast::<[AtomicU32; WORDS]>()
+        };
+        Ok(Self { words, rank })
+    }
+
+    /// Where the GPU finds it.
+    pub fn address(&self) -> Address {
+        self.words.as_ptr() as Address
+    }
+
+    /// Which rank a kernel has given up on, if one has.
+    pub fn failure(&self) -> Option<CollectiveError> {
+        let word = |index: usize, ordering| self.words[index].load(ordering) as usize;
+        if word(IS_FAILED, Ordering::Acquire) == 0 {
+            return None;
+        }
+        let word = |index: usize| word(index, Ordering::Relaxed);
+        Some(CollectiveError::DeviceTimeout {
+            rank: self.rank,
+            missing: word(MISSING),
+            operation: KINDS.get(word(KIND)).copied().unwrap_or("an exchange"),
+            sequence: word(OPERATION) as u64,
+            bytes: word(BYTES),
+            waited_ms: word(WAITED_MS) as u64,
+        })
+    }
+
+    /// Tells waiting kernels to stop, and gives what they waited for, if any did.
+    pub fn stop(&self) -> Option<CollectiveError> {
+        self.words[STOP].store(1, Ordering::Release);
+        let since = Instant::now();
+        while since.elapsed() < LAST_WORDS {
+            if let Some(failure) = self.failure() {
+                return Some(failure);
+            }
+            std::thread::yield_now();
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_names_rank_operation_and_bytes() {
+        let words: &'static [AtomicU32; WORDS] = Box::leak(Box::default());
+        let report = Report { words, rank: 1 };
+        assert!(report.failure().is_none());
+        for (index, value) in [(MISSING, 3), (OPERATION, 77), (BYTES, 8192), (KIND, 1), (WAITED_MS, 30_000)] {
+            words[index].store(value, Ordering::Relaxed);
+        }
+        words[IS_FAILED].store(1, Ordering::Release);
+        let text = report.stop().unwrap().to_string();
+        assert!(
+            text.contains("rank 1 waited 30000 ms in two-shot all-reduce of 8192 bytes (operation 77"),
+            "{text}"
+        );
+        assert!(text.contains("for rank 3"), "{text}");
+        assert_eq!(words[STOP].load(Ordering::Relaxed), 1);
+    }
+}
