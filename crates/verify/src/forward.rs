@@ -244,6 +244,8 @@ impl Forward {
             })?;
             let recording =
                 recording.ok_or_else(|| VerifyError::Invalid("this device records no steps".into()))?;
+            // Ranks that are threads on one GPU: none may still prepare when another's kernels wait for it.
+            collective.all_reduce_f32(&mut [0.0])?;
             if !backend.replay(&recording)? {
                 return Err(VerifyError::Invalid("a recording was out of date at once".into()));
             }

@@ -279,6 +279,11 @@ impl Device {
         self.shares_context.set(true);
     }
 
+    /// Whether another rank of this process uses the same context.
+    pub fn shares_context(&self) -> bool {
+        self.shares_context.get()
+    }
+
     /// Whether memory can be given back, which waits for everything in the context: not after a wait has given up, and
     /// not where that is another rank's too.
     pub fn may_free(&self) -> bool {

@@ -443,7 +443,8 @@ impl Backend for CudaBackend {
     }
 
     fn recorded_rows(&self, rows: usize) -> Option<usize> {
-        recording::recorded_rows(rows)
+        // What another thread does before it replays its own recording may wait for the context they share.
+        recording::recorded_rows(rows).filter(|_| !self.device.shares_context())
     }
 
     fn padding_page(&self, cache: &CudaKvCache) -> PageId {

@@ -43,6 +43,7 @@ impl CudaBackend {
         if let Some(peers) = self.peers.as_deref().filter(|_| collective.size() > 1 && rows > 0) {
             let way = peers.way(rows * sum.cols * self.dtype.size_bytes());
             if way != Way::Library && peers.takes_rows(sum.cols) {
+                DataPlane { peers: Some(peers), collective, device: &self.device }.meet()?;
                 // SAFETY: `sum_norm` has checked tensors and vectors.
                 unsafe { peers.queue_sum_norm(way, &sum) };
                 return self.device.report();

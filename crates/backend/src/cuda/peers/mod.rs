@@ -224,6 +224,21 @@ impl Peers {
         unsafe { self.gather.launch(Grid::rows(blocks, GATHER_THREADS), args) };
     }
 
+    /// Queues every kernel for nothing, which waits for nobody: the first launch loads it.
+    fn load_kernels(&self) {
+        for sum in &self.sum {
+            // SAFETY: of zero vectors none is read.
+            unsafe { sum.launch(Grid::rows(1, 32), self.args().address(0).int(0)) };
+        }
+        for sum in &self.sum_norm {
+            let args = (0..6).fold(self.args(), |args, _| args.address(0)).float(1.0).int(0).int(0);
+            // SAFETY: of zero rows of zero columns none is read.
+            unsafe { sum.launch(Grid::rows(1, 32), args) };
+        }
+        // SAFETY: of zero words none is read.
+        unsafe { self.gather.launch(Grid::rows(1, 32), self.args().address(0).address(0).int(0)) };
+    }
+
     /// Blocks of a grid, at most; the same on all ranks.
     fn blocks(&self, threads: usize) -> usize {
         switch::resident_blocks(self.sms, threads, self.sharing)
@@ -288,6 +303,8 @@ impl Own {
             _state: self.state,
         };
         self.device.watch(self.report);
+        peers.load_kernels();
+        self.device.wait()?;
         Ok(peers)
     }
 }
@@ -322,6 +339,7 @@ impl DataPlane<'_> {
             && bytes.is_multiple_of(16)
             && peers.way(bytes) != Way::Library
         {
+            self.meet()?;
             // SAFETY: the caller's promise.
             unsafe { peers.queue_sum(peers.way(bytes), data, bytes) };
             return self.device.report();
@@ -343,6 +361,7 @@ impl DataPlane<'_> {
         if let Some(peers) = self.peers
             && (bytes <= switch::GATHER_MAX || !peers.has_library)
         {
+            self.meet()?;
             // SAFETY: the caller's promise.
             unsafe { peers.queue_gather(mine, all, words) };
             return self.device.report();
@@ -352,6 +371,15 @@ impl DataPlane<'_> {
         // SAFETY: the caller's promise.
         unsafe { self.collective.all_gather(mine, all, words, DType::F32, stream)? };
         Ok(())
+    }
+
+    /// Waits, on the host, until all ranks are here, where they are threads that share a context: loading a kernel or
+    /// taking memory may wait for everything that runs there, so nobody may still have to when one begins to spin.
+    pub fn meet(&self) -> Result<()> {
+        match self.device.shares_context() {
+            true => Ok(self.collective.all_reduce_f32(&mut [0.0])?),
+            false => Ok(()),
+        }
     }
 
     /// Errors where ranks share a GPU: the collective would take the address for the host's.
