@@ -273,13 +273,13 @@ impl Device {
         assert!(is_first, "a device joins one group of ranks");
     }
 
-    /// Another rank of this process uses the same context: whatever waits for the context would wait for kernels
-    /// that wait for this rank.
+    /// Ranks of this group are threads that use one context: whatever waits for a context may wait for kernels that
+    /// wait for another rank.
     pub fn share_context(&self) {
         self.shares_context.set(true);
     }
 
-    /// Whether another rank of this process uses the same context.
+    /// Whether ranks of this group use one context; the same on all of them.
     pub fn shares_context(&self) -> bool {
         self.shares_context.get()
     }

@@ -81,6 +81,12 @@ pub(super) fn most_on_one_gpu(cards: &[Card]) -> usize {
     cards.iter().map(|card| cards.iter().filter(|c| c.uuid == card.uuid).count()).max().unwrap_or(1)
 }
 
+/// Whether some ranks are threads that use one context; what follows from it concerns all ranks.
+pub(super) fn share_a_context(cards: &[Card]) -> bool {
+    let place = |card: &Card| (card.pid, card.context);
+    (1..cards.len()).any(|rank| cards[..rank].iter().any(|card| place(card) == place(&cards[rank])))
+}
+
 /// The addresses of all inboxes in this process, by rank; errors with the reason why one cannot be had.
 pub(super) fn open_inboxes(
     device: &Device,
@@ -111,9 +117,7 @@ fn open_inbox(device: &Device, mine: &Card, theirs: &Card) -> std::result::Resul
         }
     }
     if mine.pid == theirs.pid {
-        if mine.context == theirs.context {
-            device.share_context();
-        } else {
+        if mine.context != theirs.context {
             // SAFETY: a context of this process, which lives as long as the process.
             let code = unsafe { (device.api.context_open_peer)(theirs.context as Handle, 0) };
             if code != ALREADY_OPEN {
@@ -166,6 +170,9 @@ mod tests {
         assert_eq!(two_on_one_gpu(&[card(1), card(2), card(2), card(1)]), Some((1, 2)));
         assert_eq!(most_on_one_gpu(&[card(1), card(2), card(2), card(2)]), 3);
         assert_eq!(most_on_one_gpu(&[card(1), card(2)]), 1);
+        let process = |pid: u32, context: u64| Card { pid, context, ..card(1) };
+        assert!(share_a_context(&[process(7, 1), process(8, 1), process(7, 1)]));
+        assert!(!share_a_context(&[process(7, 1), process(8, 1), process(7, 2)]));
     }
 
     #[test]

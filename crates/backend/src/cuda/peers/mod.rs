@@ -133,6 +133,9 @@ impl Peers {
                 cards[first].index
             )));
         }
+        if connect::share_a_context(&cards) {
+            device.share_context();
+        }
         let opened = own.and_then(|own| {
             let inboxes = connect::open_inboxes(device, rank, &cards)?;
             own.into_peers(&inboxes, &cards, mode).map_err(|e| e.to_string())
