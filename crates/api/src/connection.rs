@@ -16,12 +16,13 @@
 //! connections that keep the server waiting ([`Connection::overdue`]).
 
 use crate::config::Patience;
+use crate::delivery::Delivery;
 use crate::transport::Transport;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -45,6 +46,8 @@ struct Shared {
     /// Woken when the last hold ends, so that hyper sees the end of file.
     reader: Mutex<Option<Waker>>,
     activity: Mutex<Activity>,
+    /// HTTP/2 answers that are not sent yet, and some that are.
+    deliveries: Mutex<Vec<Weak<Delivery>>>,
     turned_away: Option<usize>,
 }
 
@@ -53,10 +56,9 @@ struct Shared {
 struct Activity {
     /// Requests whose head is complete and whose answer is not.
     serving: usize,
-    /// Since when nothing was asked and nothing came.
+    /// Since when nothing was asked and, on HTTP/1, nothing came: HTTP/2's pings are no reason to keep a connection.
     quiet_since: Instant,
-    /// When the first byte of an incomplete request head came. HTTP/2 has no such thing: any frame is a sign of
-    /// life.
+    /// When the first byte of an incomplete request head came. On HTTP/2 that is not told apart from idleness.
     head_since: Option<Instant>,
     /// Since when the client has taken no byte of what waits for it.
     stalled_since: Option<Instant>,
@@ -97,6 +99,7 @@ impl Connection {
             half_closed: watch::Sender::new(false),
             reader: Mutex::default(),
             activity: Mutex::new(activity),
+            deliveries: Mutex::default(),
             turned_away,
         }))
     }
@@ -119,12 +122,47 @@ impl Connection {
         Serving(self.clone())
     }
 
-    /// Waits until the client is overdue, and says how. Never while it waits for an answer and takes it.
+    pub(crate) fn is_http_2(&self) -> bool {
+        self.activity().is_http_2
+    }
+
+    /// Gives `delivery` up when the client does not take it ([`Self::overdue`]).
+    pub(crate) fn watch(&self, delivery: &Arc<Delivery>) {
+        let mut deliveries = self.deliveries();
+        deliveries.retain(|delivery| delivery.strong_count() > 0);
+        deliveries.push(Arc::downgrade(delivery));
+    }
+
+    fn deliveries(&self) -> MutexGuard<'_, Vec<Weak<Delivery>>> {
+        self.0.deliveries.lock().expect("invariant: nothing panics while holding it")
+    }
+
+    /// Gives up the HTTP/2 answers of which the client has taken nothing for so long. True once it has left them for
+    /// as long again and waits for no others: only closing the connection frees what is left of them.
+    fn give_up_untaken(&self, patience: Duration) -> bool {
+        let now = Instant::now();
+        let deliveries: Vec<_> = self.deliveries().iter().filter_map(Weak::upgrade).collect();
+        let mut left = 0;
+        for delivery in &deliveries {
+            let untaken = delivery.untaken_for(now);
+            if untaken >= patience {
+                delivery.give_up();
+            }
+            left += usize::from(untaken >= patience.saturating_mul(2));
+        }
+        left > 0 && left == self.activity().serving
+    }
+
+    /// Waits until the client is overdue, and says how. Never while it waits for an answer and takes it. Meanwhile
+    /// gives up single answers that it does not take.
     ///
     /// Looks again after the shortest patience: nothing that begins meanwhile can be overdue earlier. So a
     /// connection costs one timer however many bytes pass.
     pub(crate) async fn overdue(&self, patience: &Patience) -> Overdue {
         loop {
+            if self.give_up_untaken(patience.write) {
+                return Overdue::Stalled;
+            }
             let now = Instant::now();
             let (since, limit, what) = {
                 let activity = self.activity();
@@ -191,11 +229,8 @@ impl Drop for Serving {
 impl Activity {
     /// Bytes came.
     fn heard(&mut self) {
-        if self.serving > 0 {
-            return;
-        }
-        self.quiet_since = Instant::now();
-        if !self.is_http_2 {
+        if self.serving == 0 && !self.is_http_2 {
+            self.quiet_since = Instant::now();
             self.head_since.get_or_insert(self.quiet_since);
         }
     }

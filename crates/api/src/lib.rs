@@ -18,12 +18,12 @@ mod body;
 pub mod config;
 mod connection;
 pub mod control;
+mod delivery;
 mod dialect;
 pub mod engine;
 pub mod error;
 mod errors;
 mod fields;
-#[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 mod handlers;
 pub mod keys;

@@ -8,7 +8,7 @@ use crate::listen::Listening;
 use crate::request::policy::FieldPolicy;
 use crate::respond::{Answer, refuse};
 use crate::{
-    ApiConfig, Ended, EngineClient, ServerControl, errors, keys, listen, operations, routes, timing,
+    ApiConfig, Ended, EngineClient, ServerControl, delivery, errors, keys, listen, operations, routes, timing,
 };
 use axum::Router;
 use axum::http::header;
@@ -52,9 +52,9 @@ pub async fn serve(
     let routes = routes(app)
         .layer(middleware::from_fn_with_state(keys, keys::check))
         .layer(middleware::from_fn(listen::check_head));
+    let routes = with_layers(routes, &cors).layer(middleware::from_fn(delivery::deliver));
     let (stop, stopped) = watch::channel(false);
-    let mut server =
-        std::pin::pin!(Listening::new(listener, with_layers(routes, &cors), limits).serve(stopped));
+    let mut server = std::pin::pin!(Listening::new(listener, routes, limits).serve(stopped));
     let ended = tokio::select! {
         () = &mut server => unreachable!("the server goes on until it is told to stop"),
         ended = supervise(&mut control, &engine) => ended,

@@ -5,15 +5,23 @@
 
 mod common;
 
+use axum::body::Body;
+use axum::http::{Request, Response};
 use common::{Server, config, get, post, within};
-use hyper_util::rt::{TokioExecutor, TokioIo};
-use lockstep_api::{ApiConfig, Tls};
+use http_body::Body as _;
+use hyper::body::Incoming;
+use hyper::client::conn::http2::{self, SendRequest};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use lockstep_api::{ApiConfig, Patience, Tls};
 use lockstep_core::FinishReason;
 use rcgen::{CertifiedKey, KeyPair, generate_simple_self_signed};
 use std::path::PathBuf;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio::task::JoinHandle;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore, crypto::ring};
@@ -45,12 +53,16 @@ impl Drop for Files {
 
 /// A server with a certificate made for it, and how to reach it.
 async fn start(name: &str) -> (Server, TlsConnector) {
+    start_with(name, Patience::default()).await
+}
+
+async fn start_with(name: &str, patience: Patience) -> (Server, TlsConnector) {
     let CertifiedKey { cert, signing_key } = generate_simple_self_signed(["localhost".into()]).unwrap();
     let files = Files::new(name);
     let (cert_file, key_file) =
         (files.write("cert.pem", &cert.pem()), files.write("key.pem", &signing_key.serialize_pem()));
     let tls = Some(Tls::from_files(&cert_file, &key_file).unwrap());
-    let server = Server::start_with(ApiConfig { tls, ..config() }, 1, 100).await;
+    let server = Server::start_with(ApiConfig { tls, patience, ..config() }, 1, 100).await;
     let mut roots = RootCertStore::empty();
     roots.add(cert.der().clone()).unwrap();
     let client = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
@@ -134,6 +146,95 @@ async fn http_2_streams_and_a_reset_stream_aborts_its_request() {
     server.engine.expect_abort(0, second_id).await;
     drop(sender);
     within("the connection's end", connection).await.unwrap().unwrap();
+}
+
+const SHORT: Duration = Duration::from_millis(200);
+const LONG: Duration = Duration::from_secs(3600);
+/// Nobody is ever overdue.
+const ENDLESS: Patience = Patience { head: LONG, body: LONG, idle: LONG, write: LONG };
+
+/// An HTTP/2 client that shows that it lives all the time; its task ends with the connection.
+async fn http_2(
+    server: &Server,
+    connector: &TlsConnector,
+) -> (SendRequest<Body>, JoinHandle<hyper::Result<()>>) {
+    let io = TokioIo::new(connect(server, connector, b"h2").await);
+    let mut builder = http2::Builder::new(TokioExecutor::new());
+    builder.timer(TokioTimer::new()).initial_stream_window_size(64 << 10);
+    builder.keep_alive_interval(SHORT / 8).keep_alive_while_idle(true);
+    let (sender, connection) = builder.handshake(io).await.unwrap();
+    (sender, tokio::spawn(connection))
+}
+
+fn http_2_post(body: Body) -> Request<Body> {
+    let request = Request::post("https://localhost/v1/completions");
+    request.header("content-type", "application/json").body(body).unwrap()
+}
+
+/// The next bytes of an answer; `None` at its end.
+async fn next_bytes(answer: &mut Response<Incoming>) -> Option<hyper::Result<Vec<u8>>> {
+    let frame = std::future::poll_fn(|cx| Pin::new(answer.body_mut()).poll_frame(cx));
+    let frame = within("the next bytes", frame).await?;
+    Some(frame.map(|frame| frame.into_data().unwrap_or_default().to_vec()))
+}
+
+#[tokio::test]
+async fn an_http_2_answer_that_nobody_takes_is_given_up_and_the_others_go_on() {
+    let (mut server, connector) = start_with("http-2-untaken", Patience { write: SHORT, ..ENDLESS }).await;
+    let (mut sender, connection) = http_2(&server, &connector).await;
+    let untaken = sender.send_request(http_2_post(STREAM.into()));
+    let untaken_id = server.engine.request().await.id;
+    let taken = sender.send_request(http_2_post(STREAM.into()));
+    let taken_id = server.engine.request().await.id;
+    server.engine.text(taken_id, "tick");
+    let mut taken = within("the head of the answer that is taken", taken).await.unwrap();
+    assert!(String::from_utf8(next_bytes(&mut taken).await.unwrap().unwrap()).unwrap().contains("tick"));
+    // More than the stream's window and what the server buffers for it.
+    server.engine.text(untaken_id, &"x".repeat(1 << 20));
+    let mut untaken = within("the head of the answer that is not taken", untaken).await.unwrap();
+    server.engine.expect_abort(0, untaken_id).await;
+    server.engine.text(taken_id, "tock");
+    assert!(String::from_utf8(next_bytes(&mut taken).await.unwrap().unwrap()).unwrap().contains("tock"));
+    // What is cut must not look complete.
+    let mut bytes = 0;
+    let end = loop {
+        match next_bytes(&mut untaken).await {
+            Some(Ok(more)) => bytes += more.len(),
+            end => break end,
+        }
+    };
+    assert!(matches!(end, Some(Err(_))) && bytes < 1 << 20, "{end:?} after {bytes} bytes");
+    server.engine.finish(taken_id, "", FinishReason::Stop);
+    while next_bytes(&mut taken).await.is_some() {}
+    drop((sender, taken, untaken));
+    // A reset by its peer is an end as well.
+    let _ = within("the connection's end", connection).await.unwrap();
+    server.engine.expect_silence();
+}
+
+#[tokio::test]
+async fn a_connection_whose_client_takes_none_of_its_http_2_answers_is_closed() {
+    let (mut server, connector) = start_with("http-2-stalled", Patience { write: SHORT, ..ENDLESS }).await;
+    let (mut sender, connection) = http_2(&server, &connector).await;
+    let whole = sender.send_request(http_2_post(r#"{"prompt":"a"}"#.into()));
+    let id = server.engine.request().await.id;
+    server.engine.finish(id, &"x".repeat(1 << 20), FinishReason::Stop);
+    let answer = within("the head", whole).await.unwrap();
+    // Pings go on meanwhile.
+    let _ = within("the connection's end", connection).await.unwrap();
+    drop(answer);
+}
+
+#[tokio::test]
+async fn pings_keep_no_http_2_connection_and_a_body_that_does_not_come_gets_a_408() {
+    let patience = Patience { idle: SHORT, body: SHORT, ..ENDLESS };
+    let (mut server, connector) = start_with("http-2-idle", patience).await;
+    let (mut sender, connection) = http_2(&server, &connector).await;
+    let never = futures::stream::pending::<Result<Vec<u8>, std::io::Error>>();
+    let answer = within("the answer", sender.send_request(http_2_post(Body::from_stream(never)))).await;
+    assert_eq!(answer.unwrap().status(), 408);
+    let _ = within("the connection's end", connection).await.unwrap();
+    server.engine.expect_silence();
 }
 
 #[test]
