@@ -19,8 +19,6 @@ from schemathesis.specs.openapi.checks import (
 
 # Generated requests per endpoint; the same ones in every run.
 EXAMPLES = 40
-# Here what the schemas do not allow is refused, as far as they can say it.
-STRICT = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 CHECKS = [
     not_a_server_error,
     content_type_conformance,
@@ -55,14 +53,26 @@ def short(case):
     return case
 
 
+def plainly_wrong(case):
+    """The server reads a number that is one rounding step beyond a bound as the bound."""
+    if isinstance(case.body, dict):
+        for name, value in case.body.items():
+            if type(value) is float and 0 < abs(value - round(value)) < 1e-9:
+                case.body[name] = value + 0.001
+    return case
+
+
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 def test_requests_and_answers_are_as_described(servers, document, mode):
     server = servers("chain_tools", 1)
     statuses = collections.Counter()
     for operation in schemathesis.openapi.from_dict(document).get_all_operations():
         operation = operation.ok()
-        if mode == GenerationMode.NEGATIVE and operation.path not in STRICT:
+        takes_body = "requestBody" in document["paths"][operation.path][operation.method]
+        # Without a body there is nothing to be wrong: no endpoint reads a query, and any string may be a model's id.
+        if mode == GenerationMode.NEGATIVE and not takes_body:
             continue
+        prepare = short if mode == GenerationMode.POSITIVE else plainly_wrong
 
         @hypothesis.settings(
             max_examples=EXAMPLES, derandomize=True, database=None, deadline=None,
@@ -70,7 +80,7 @@ def test_requests_and_answers_are_as_described(servers, document, mode):
         )
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
         def run(case):
-            answer = short(case).call_and_validate(base_url=server.origin, checks=CHECKS, timeout=60)
+            answer = prepare(case).call_and_validate(base_url=server.origin, checks=CHECKS, timeout=60)
             statuses[answer.status_code] += 1
 
         run()

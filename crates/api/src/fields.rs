@@ -113,8 +113,10 @@ pub(crate) fn integer(value: &Value) -> Option<i128> {
     if let Some(n) = number.as_u64() {
         return Some(n.into());
     }
-    // Saturates for huge values, which no range accepts.
-    number.as_f64().filter(|n| n.fract() == 0.0).map(|n| n as i128)
+    let number = number.as_f64().filter(|n| n.fract() == 0.0)?;
+    // Saturates for huge values, which no range accepts. What was written as an integer and fits 64 bits is above:
+    // whatever rounds to the least of them is less.
+    Some(if number <= i64::MIN as f64 { (number as i128).saturating_sub(1) } else { number as i128 })
 }
 
 /// A JSON value's kind in words, for messages.

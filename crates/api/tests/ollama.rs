@@ -26,7 +26,7 @@ fn with_parsers() -> ApiConfig {
     ApiConfig {
         parsers,
         model_path: "/m/tiny.gguf".into(),
-        architecture: "llama".into(),
+        architecture: "LlamaForCausalLM".into(),
         chat_template: Some("{{ messages }}".into()),
         model_digest: Some("0123456789ab".into()),
         default_sampling: SamplingDefaults { top_k: Some(20), ..SamplingDefaults::default() },
@@ -302,6 +302,7 @@ async fn models_as_ollama_lists_them() {
     for body in [r#"{"model":"org/tiny"}"#, r#"{"name":"org/tiny:latest"}"#] {
         let shown = server.ask(post("/api/show", body)).await.json();
         assert_eq!(shown["capabilities"], json!(["completion", "tools", "thinking"]));
+        assert_eq!(shown["model_info"]["general.architecture"], "llama");
         assert_eq!(shown["model_info"]["llama.context_length"], 64);
         assert_eq!(shown["template"], "{{ messages }}");
         assert_eq!(shown["parameters"], "top_k 20");

@@ -4,6 +4,9 @@
 pub const HTTP_BODY_BYTES_MAX: usize = 32 << 20;
 /// Largest control-plane message in bytes (a 1 M-token prompt is 4 MiB).
 pub const WIRE_MESSAGE_BYTES_MAX: usize = 64 << 20;
+/// Log-probabilities of its prompt that one request may ask for: its tokens, each with its alternatives and itself. With
+/// their texts they take about half of a message.
+pub const PROMPT_LOGPROBS_MAX: usize = 1 << 19;
 /// Stop strings of one request (OpenAI allows 4; SGLang and vLLM clients send more).
 pub const STOP_STRINGS_MAX: usize = 16;
 /// Bytes of one stop string.

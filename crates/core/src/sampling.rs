@@ -85,6 +85,19 @@ impl SamplingParams {
         self.follows_output() || !self.logit_bias.is_empty() || self.allowed_token_ids.is_some()
     }
 
+    /// Bytes of what it says about single tokens and of its grammar.
+    pub fn rule_bytes(&self) -> usize {
+        let grammar = match &self.grammar {
+            None | Some(Grammar::JsonObject) => 0,
+            Some(Grammar::JsonSchema(text) | Grammar::Regex(text) | Grammar::Lark(text)) => text.len(),
+            Some(Grammar::Choice(texts)) => texts.iter().map(String::len).sum(),
+        };
+        grammar
+            + size_of_val(&self.logit_bias[..])
+            + self.allowed_token_ids.as_deref().map_or(0, size_of_val)
+            + size_of_val(&self.stop_token_ids[..])
+    }
+
     /// Whether the sampler must know the request's earlier tokens.
     pub fn needs_history(&self) -> bool {
         self.follows_output() || self.prompt_logprobs.is_some()

@@ -16,12 +16,16 @@ use crate::runner::Runner;
 use crate::timing::Timings;
 use crate::{EngineError, Result};
 use lockstep_comm::group::{Patience, ProcessGroup};
+use lockstep_core::limits::PROMPT_LOGPROBS_MAX;
 use lockstep_core::{PageId, RequestId, TokenId};
 use lockstep_scheduler::{Event, Scheduler, StepPlan};
 use lockstep_wire::{
     Begin, EngineInfo, EngineTotals, StepLogprobs, SubmitRequest, Timing, ToScheduler, TokenOut,
 };
 use std::time::Duration;
+
+/// Log-probabilities after which a step's results go out in another message.
+const STEP_LOGPROBS_MAX: usize = PROMPT_LOGPROBS_MAX / 2;
 
 /// How a rank takes part in the control plane.
 pub enum Role<P, F> {
@@ -283,11 +287,21 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         {
             let timings = &mut self.timings;
             let now = (!timings.is_empty()).then(|| primary.now());
-            let out = |event| {
+            let (mut outs, mut heavy) = (Vec::with_capacity(events.len()), 0);
+            for event in &events {
                 let timing = now.and_then(|now| timings.report(event, now));
-                token_out(event, timing, &mut logprobs)
-            };
-            primary.deliver(Outgoing::Step(events.iter().map(out).collect()))?;
+                let out = token_out(event, timing, &mut logprobs);
+                heavy += out.logprobs.as_deref().map_or(0, StepLogprobs::count);
+                outs.push(out);
+                // A message that is too large would end the server; one request alone never makes one.
+                if heavy > STEP_LOGPROBS_MAX {
+                    primary.deliver(Outgoing::Step(std::mem::take(&mut outs)))?;
+                    heavy = 0;
+                }
+            }
+            if !outs.is_empty() {
+                primary.deliver(Outgoing::Step(outs))?;
+            }
         }
         // What is left belongs to rows whose request had ended.
         logprobs.clear();

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 pub enum ToDetokenizer {
     /// Requests accepted by the scheduler; comes before their first token.
     Begin(Vec<Begin>),
-    /// The tokens of one step.
+    /// The tokens of one step, or of some of its requests where many log-probabilities come with them.
     Step(Vec<TokenOut>),
     /// Report everything received so far, then exit with code 0.
     Shutdown,
@@ -56,6 +56,13 @@ pub struct StepLogprobs {
     pub prompt: Vec<TokenLogprobs>,
     /// Of the generated tokens.
     pub output: Vec<TokenLogprobs>,
+}
+
+impl StepLogprobs {
+    /// Log-probabilities in it, alternatives included.
+    pub fn count(&self) -> usize {
+        self.prompt.iter().chain(&self.output).map(|token| 1 + token.top.len()).sum()
+    }
 }
 
 /// How likely a token was, and what else was: natural logarithms of the softmax of the model's own

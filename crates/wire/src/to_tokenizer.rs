@@ -68,6 +68,20 @@ pub enum Prompt {
     Chat(ChatMessages),
 }
 
+impl Prompt {
+    /// Bytes that it takes in a message, about.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Text(text) => text.len(),
+            Self::Tokens(tokens) => size_of_val(&tokens[..]),
+            Self::Chat(ChatMessages { messages_json, tools_json, template_kwargs_json, .. }) => {
+                let further = tools_json.iter().chain(template_kwargs_json).map(String::len);
+                messages_json.len() + further.sum::<usize>()
+            }
+        }
+    }
+}
+
 /// What a tokenizer is asked without a request behind it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum TextQuestion {

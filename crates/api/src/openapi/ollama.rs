@@ -122,7 +122,11 @@ const MESSAGES: shapes::Shape = shapes::Shape {
     schema: || {
         let message = json!({
             "type": "object",
-            "properties": {"role": {"enum": ["system", "user", "assistant", "tool"]}},
+            "properties": {
+                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                "images": {"type": ["array", "null"], "maxItems": 0},
+                "tool_calls": {"type": ["array", "null"]},
+            },
             "required": ["role"],
         });
         json!({"type": "array", "items": message, "minItems": 1})

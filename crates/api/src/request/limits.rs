@@ -30,6 +30,8 @@ pub(crate) const CACHE_SALT_BYTES_MAX: usize = 256;
 pub(crate) const PRIORITY_MAX: i128 = 1000;
 /// Prompts of one request; each becomes a choice of the answer.
 pub(crate) const PROMPTS_MAX: usize = 128;
+/// Bytes of the requests that the choices of one answer are: each has its prompt and its rules.
+pub(crate) const CHOICES_BYTES_MAX: usize = 64 << 20;
 /// Texts that an answer may be chosen from.
 pub(crate) const ALLOWED_CHOICES_MAX: usize = 1024;
 /// Functions of one request, as OpenAI has it.

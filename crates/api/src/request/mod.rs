@@ -18,9 +18,9 @@ mod tools;
 use crate::ApiConfig;
 use crate::engine::NewRequest;
 use crate::fields::Fields;
-use limits::{PRIORITY_MAX, RID_BYTES_MAX};
+use limits::{CHOICES_BYTES_MAX, PRIORITY_MAX, RID_BYTES_MAX};
 use lockstep_core::{Refusal, SamplingParams};
-use lockstep_wire::{Prompt, TextParams};
+use lockstep_wire::{Prompt, TextParams, TokenizeParams};
 pub(crate) use names::Names;
 use serde_json::{Map, Value};
 pub(crate) use tools::Parsing;
@@ -120,6 +120,7 @@ pub(crate) fn validate(
         let message = format!("times the prompts makes {choices} choices, accepted are {CHOICES_MAX}");
         return Err(fields.invalid("n", message));
     }
+    check_bytes(&fields, &prompts, n, &sampling, &tokenizing)?;
     let request = |prompt: &Prompt, choice| {
         // In a whole answer the first choice of a prompt reports it for all.
         let reports = choice == 0 || stream;
@@ -152,6 +153,29 @@ pub(crate) fn validate(
 
 /// Choices of one answer: prompts times `n`.
 const CHOICES_MAX: usize = 1024;
+
+/// Every choice is a request of its own, so a few bytes of a body can become many.
+fn check_bytes(
+    fields: &Fields<'_>,
+    prompts: &[Prompt],
+    n: usize,
+    sampling: &SamplingParams,
+    tokenizing: &TokenizeParams,
+) -> Result<(), Refusal> {
+    let texts: usize = prompts.iter().map(Prompt::bytes).sum();
+    let words = tokenizing.bad_words.iter().map(String::len);
+    let rules = sampling.rule_bytes() + words.sum::<usize>();
+    let bytes = n.saturating_mul(texts + prompts.len() * rules);
+    if bytes <= CHOICES_BYTES_MAX {
+        return Ok(());
+    }
+    let message = format!(
+        "makes {} choices, whose prompts and token rules have {bytes} bytes together, accepted are \
+         {CHOICES_BYTES_MAX}; ask for fewer choices or send several requests",
+        prompts.len() * n
+    );
+    Err(fields.invalid("n", message))
+}
 
 /// What the client calls its request.
 fn names_of(fields: &Fields<'_>) -> Result<Vec<(String, Option<usize>)>, Refusal> {

@@ -6,7 +6,7 @@ use crate::openapi::requests;
 use crate::{ApiConfig, SamplingDefaults};
 use lockstep_core::{Grammar, Refusal, SamplingParams};
 use lockstep_wire::{ChatMessages, Prompt};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 fn config() -> ApiConfig {
     ApiConfig::new("tiny", 64, 300)
@@ -186,7 +186,24 @@ fn seeds_are_kept_or_drawn() {
     assert_eq!(seed(chat(json!({"seed": u64::MAX}))), u64::MAX);
     assert_eq!(seed(chat(json!({"seed": -1}))), u64::MAX);
     assert_eq!(seed(chat(json!({"seed": 7}))), 7);
+    assert_eq!(seed(chat(json!({"seed": i64::MIN}))), 1 << 63);
+    // One less is no 64-bit integer, though the nearest number that JSON's reader has for it is one.
+    let below = serde_json::from_str::<Value>("-9223372036854775809").unwrap();
+    assert_eq!(refused_param(chat(json!({ "seed": below }))), "seed");
     assert_ne!(seed(chat(json!({}))), seed(chat(json!({}))));
+}
+
+#[test]
+fn choices_do_not_make_gigabytes_of_a_body() {
+    let (long, bias) = ("a".repeat(1 << 20), (0..300).map(|id| (id.to_string(), json!(1.0))));
+    let bias: Map<String, Value> = bias.collect();
+    assert!(completions(json!({"prompt": long, "n": 64})).is_ok());
+    assert_eq!(refused_param(completions(json!({"prompt": long, "n": 65}))), "n");
+    let messages = json!([{"role": "user", "content": long}]);
+    assert_eq!(refused_param(chat(json!({"messages": messages, "n": 64}))), "n");
+    let schema = json!({"type": "string", "description": long});
+    assert_eq!(refused_param(chat(json!({"n": 65, "guided_json": schema}))), "n");
+    assert!(chat(json!({"n": 128, "logit_bias": bias})).is_ok());
 }
 
 #[test]

@@ -5,14 +5,15 @@ use super::{chat, check_model, policy::FieldPolicy, tools};
 use crate::ApiConfig;
 use crate::fields::{Fields, kind};
 use crate::openapi::native;
+use lockstep_core::limits::WIRE_MESSAGE_BYTES_MAX;
 use lockstep_core::{Refusal, TokenId};
 use lockstep_wire::Prompt;
 use serde_json::{Map, Value};
 
 /// Texts of one request.
 pub(crate) const TEXTS_MAX: usize = 128;
-/// Token ids of one request, as many as the largest body could hold of short ones.
-const TOKENS_MAX: usize = 16 << 20;
+/// Token ids of one text, so that they fit half of a message to a tokenizer.
+const TOKENS_MAX: usize = WIRE_MESSAGE_BYTES_MAX / 2 / size_of::<TokenId>();
 
 /// One value, or a list of them: the answer has the same form.
 #[derive(Clone, Debug, PartialEq)]

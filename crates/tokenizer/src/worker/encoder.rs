@@ -1,6 +1,7 @@
 //! What a lane does with one job: a request becomes a submission or a refusal, a question its answer.
 
 use crate::model::TextModel;
+use lockstep_core::limits::{PROMPT_LOGPROBS_MAX, WIRE_MESSAGE_BYTES_MAX};
 use lockstep_core::{Grammar, Refusal, TokenId};
 use lockstep_grammar::{Checker, GrammarError};
 use lockstep_wire::{
@@ -8,6 +9,9 @@ use lockstep_wire::{
 };
 use std::cell::OnceCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Bytes of an answer to a question, of which its message is not much more than the double.
+const ANSWER_BYTES_MAX: usize = WIRE_MESSAGE_BYTES_MAX / 4;
 
 /// One lane's memory.
 pub(super) struct Encoder<'m> {
@@ -54,6 +58,7 @@ impl<'m> Encoder<'m> {
             Some(checked) => checked.found,
             None => self.check(&request)?,
         };
+        check_report(found.prompt.len(), &request)?;
         let GenerateRequest { id, prompt, tokenizing, mut sampling, text, cache_salt, priority } = request;
         self.last =
             Some(Checked { prompt, tokenizing, grammar: sampling.grammar.clone(), found: found.clone() });
@@ -89,14 +94,43 @@ impl<'m> Encoder<'m> {
             TextQuestion::Tokenize { prompt, add_special_tokens, with_pieces } => {
                 let tokens = self.model.tokenize(prompt, *add_special_tokens)?;
                 let pieces = with_pieces.then(|| self.model.token_pieces(&tokens));
+                let of_pieces = pieces.iter().flatten().map(|piece| piece.len() + size_of::<TokenId>());
+                check_answer("prompt", size_of_val(&tokens[..]) + of_pieces.sum::<usize>())?;
                 Ok(TextAnswer::Tokens(Tokenized { tokens, pieces }))
             }
             TextQuestion::Detokenize { tokens, skip_special_tokens } => {
                 self.model.check_ids(tokens, "tokens")?;
-                Ok(TextAnswer::Text(self.model.decode(tokens, *skip_special_tokens)))
+                let text = self.model.decode(tokens, *skip_special_tokens);
+                check_answer("tokens", text.len())?;
+                Ok(TextAnswer::Text(text))
             }
         })
     }
+}
+
+/// What is reported of a prompt of so many tokens must fit a message.
+fn check_report(prompt_len: usize, request: &GenerateRequest) -> Result<(), Refusal> {
+    let Some(count) = request.sampling.prompt_logprobs else { return Ok(()) };
+    let wanted = prompt_len.saturating_mul(count as usize + 1);
+    if wanted <= PROMPT_LOGPROBS_MAX {
+        return Ok(());
+    }
+    let field = if request.text.echo { "logprobs" } else { "prompt_logprobs" };
+    let message = format!(
+        "{field} asks for {wanted} log-probabilities of the prompt ({prompt_len} tokens with {count} alternatives each), \
+         accepted are {PROMPT_LOGPROBS_MAX}; ask for fewer alternatives or send a shorter prompt"
+    );
+    Err(Refusal::invalid_param(field, message))
+}
+
+/// An answer of so many bytes to what `field` holds must fit a message.
+fn check_answer(field: &str, bytes: usize) -> Result<(), Refusal> {
+    if bytes <= ANSWER_BYTES_MAX {
+        return Ok(());
+    }
+    let message =
+        format!("{field} has an answer of {bytes} bytes, accepted are {ANSWER_BYTES_MAX}; send it in parts");
+    Err(Refusal::invalid_param(field, message))
 }
 
 /// A text that makes a library panic must cost its own request only, not the server.
@@ -107,4 +141,35 @@ fn guarded<T>(work: impl FnOnce() -> Result<T, Refusal>) -> Result<T, Refusal> {
             "the tokenizer failed on this prompt; this is a bug of the server, please report it",
         ))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_core::{RequestId, SamplingParams};
+    use lockstep_wire::TextParams;
+
+    #[test]
+    fn what_no_message_holds_is_refused_by_its_field() {
+        let request = |count, echo| GenerateRequest {
+            id: RequestId(1),
+            prompt: Prompt::Text("a".into()),
+            tokenizing: TokenizeParams::default(),
+            sampling: SamplingParams { prompt_logprobs: count, ..SamplingParams::default() },
+            text: TextParams { echo, ..TextParams::default() },
+            cache_salt: None,
+            priority: 0,
+        };
+        let most = PROMPT_LOGPROBS_MAX / 21;
+        assert!(check_report(most, &request(Some(20), true)).is_ok());
+        assert!(check_report(usize::MAX, &request(None, true)).is_ok());
+        for (echo, field) in [(true, "logprobs"), (false, "prompt_logprobs")] {
+            let refusal = check_report(most + 1, &request(Some(20), echo)).unwrap_err();
+            assert_eq!((refusal.status, refusal.param.as_deref()), (400, Some(field)));
+            assert!(refusal.message.starts_with(field), "{}", refusal.message);
+        }
+        assert!(check_answer("prompt", ANSWER_BYTES_MAX).is_ok());
+        let refusal = check_answer("tokens", ANSWER_BYTES_MAX + 1).unwrap_err();
+        assert!(refusal.message.starts_with("tokens has an answer of 16777217 bytes"), "{}", refusal.message);
+    }
 }

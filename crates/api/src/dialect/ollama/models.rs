@@ -72,7 +72,7 @@ async fn shown(app: &App, request: Request<Body>) -> Result<Value, Refusal> {
     .into_iter()
     .filter_map(|(name, value)| value.map(|value| format!("{name} {value}")))
     .collect();
-    let architecture = &config.architecture;
+    let architecture = family(config);
     // Without the template, which is no Go template that Ollama could read.
     let modelfile = std::iter::once(format!("FROM {}", config.served_model_name))
         .chain(parameters.iter().map(|parameter| format!("PARAMETER {parameter}")));
@@ -109,9 +109,14 @@ async fn card(app: &App) -> Result<Map<String, Value>, Refusal> {
     }
 }
 
+/// The architecture as Ollama's clients know it, which is GGUF's name of it: `Qwen3MoeForCausalLM` is `qwen3moe`.
+fn family(config: &ApiConfig) -> String {
+    config.architecture.trim_end_matches("ForCausalLM").to_ascii_lowercase()
+}
+
 fn details(config: &ApiConfig) -> Value {
     let is_gguf = config.model_path.to_ascii_lowercase().ends_with(".gguf");
-    let family = &config.architecture;
+    let family = family(config);
     json!({
         "parent_model": "",
         "format": if is_gguf { "gguf" } else { "safetensors" },
