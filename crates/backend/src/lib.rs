@@ -296,9 +296,9 @@ pub trait Backend {
 
     // ---- recorded steps ---------------------------------------------------------------------
 
-    /// With a number, the first product of each shape takes every way that the device has, timed, and so does one of
-    /// `prompt_rows` rows with the same matrix; the fastest are kept for this and later starts. Without, no longer. For
-    /// start-up: ways differ in the last bits of their results.
+    /// With a number, products that the device knows several ways for take each of them, timed, as they are met, and so
+    /// does one of `prompt_rows` rows with the same matrix; the fastest are kept for this and later starts. Without, no
+    /// longer. For start-up: ways differ in the last bits of their results.
     fn tune(&mut self, _prompt_rows: Option<usize>) -> Result<()> {
         Ok(())
     }

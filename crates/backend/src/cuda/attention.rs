@@ -13,7 +13,8 @@ mod kernels;
 
 pub(super) use kernels::DecodePlan;
 
-use super::driver::{Address, Device};
+use super::device::Device;
+use super::driver::Address;
 use super::launch::{Args, Grid, Kernel};
 use super::memory::{Buffer, List, Staging};
 use super::tensor::{CudaTensor, VECTOR};

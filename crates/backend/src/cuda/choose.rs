@@ -3,7 +3,8 @@
 //! The next step finds them on the device ([`CHOSEN_BIT`](crate::choice::CHOSEN_BIT)), so that it can be queued before the host
 //! has seen them. **Invariant:** at most two steps' tokens are on their way; the device keeps those of the step queued last.
 
-use super::driver::{Address, Device, Event};
+use super::device::{Device, Event};
+use super::driver::Address;
 use super::launch::{Args, Grid, Kernel, Module};
 use super::memory::{Buffer, List, Pinned, Staging};
 use super::peers::DataPlane;

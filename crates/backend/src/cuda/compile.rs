@@ -5,7 +5,7 @@
 //! nothing, so the compiler library alone is enough.
 
 use super::attention::DecodePlan;
-use super::driver::Device;
+use super::device::Device;
 use super::launch::Module;
 use super::ring;
 use crate::{BackendError, Result};
@@ -30,8 +30,6 @@ pub(super) enum Source {
     Gemv,
     /// `skinny.cu`.
     Skinny,
-    /// `streamed.cu`.
-    Streamed,
     /// `moe.cu`.
     Moe,
     /// `experts.cu`.
@@ -59,7 +57,6 @@ impl Source {
             Self::Rope => "rope".into(),
             Self::Gemv => "gemv".into(),
             Self::Skinny => "skinny".into(),
-            Self::Streamed => "streamed".into(),
             Self::Moe => "moe".into(),
             Self::Experts => "experts".into(),
             Self::Peers(ranks) => format!("peers_{ranks}"),
@@ -82,7 +79,6 @@ impl Source {
             Self::Rope => &[include_str!("../../kernels/rope.cu")],
             Self::Gemv => &[include_str!("../../kernels/gemv.cu")],
             Self::Skinny => &[mma, include_str!("../../kernels/skinny.cu")],
-            Self::Streamed => &[mma, ring, include_str!("../../kernels/streamed.cu")],
             Self::Moe => &[include_str!("../../kernels/moe.cu")],
             Self::Experts => &[mma, ring, include_str!("../../kernels/experts.cu")],
             Self::Peers(_) => &[include_str!("../../kernels/peers.cu")],
@@ -119,8 +115,7 @@ impl Source {
                 options.push(format!("-DSTAGES={}", DecodePlan::new(architecture, dim).stages));
             }
             Self::Peers(ranks) => options.push(format!("-DRANKS={ranks}")),
-            Self::Streamed => options.extend(ring::STREAMED.options(architecture)),
-            Self::Experts => options.extend(ring::GROUPED.options(architecture)),
+            Self::Experts => options.extend(ring::options(architecture)),
             _ => {}
         }
         options
@@ -130,7 +125,7 @@ impl Source {
     pub fn of_every_model(dtype: DType) -> Vec<(Self, DType)> {
         let mut sources = vec![Self::Pointwise, Self::Norm, Self::Rope, Self::Gemv];
         if dtype != DType::F32 {
-            sources.extend([Self::Streamed, Self::Skinny]);
+            sources.push(Self::Skinny);
         }
         sources.into_iter().map(|source| (source, dtype)).chain([(Self::Sample, DType::F32)]).collect()
     }

@@ -3,7 +3,8 @@
 //! In f32 mode products are true f32 (no TF32). **Invariant:** a shape's descriptors are made once. Which of its algorithms
 //! runs is for [`Products`](super::products::Products) to say.
 
-use super::driver::{Address, Device};
+use super::device::Device;
+use super::driver::Address;
 use super::memory::Buffer;
 use super::products::Bias;
 use crate::{BackendError, Result};
@@ -37,7 +38,7 @@ function_table! {
 /// `cublasLtMatmulAlgo_t`: how the library runs a product; means something to the same version alone.
 pub(super) type Algorithm = [u64; 8];
 
-/// Algorithms of a shape that the library is asked for; it has no more.
+/// Algorithms of a shape that the library is asked for, at most.
 pub(super) const ALGORITHMS_MAX: usize = 8;
 
 fn open() -> std::result::Result<Library, LibraryError> {

@@ -1,8 +1,8 @@
 //! Loaded kernels and their launches.
 
+use super::device::Device;
 use super::driver::{
-    Address, Device, Handle, LaunchAttribute, LaunchConfig, MAX_DYNAMIC_SHARED_BYTES,
-    PROGRAMMATIC_SERIALIZATION,
+    Address, Handle, LaunchAttribute, LaunchConfig, MAX_DYNAMIC_SHARED_BYTES, PROGRAMMATIC_SERIALIZATION,
 };
 use crate::Result;
 use std::ffi::{CString, c_void};

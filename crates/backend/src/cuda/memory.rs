@@ -4,7 +4,8 @@
 //! then stay. What goes to the device passes through pinned memory, which is not written again before
 //! the device has read it.
 
-use super::driver::{Address, Device, is_out_of_memory};
+use super::device::Device;
+use super::driver::{Address, is_out_of_memory};
 use crate::{BackendError, Result};
 use bytemuck::Pod;
 use std::ffi::c_void;

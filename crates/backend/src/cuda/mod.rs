@@ -13,13 +13,14 @@
 //!   to a bound); they are not bit-equal across batches.
 //! * An operation that cannot return an error keeps it; the next one that can reports it.
 //!
-//! Reading order: `driver`, `memory`, `compile`, `launch`, `tensor`, `gemm`, `ring`, `few_rows`, `products`, `attention`, `moe`,
+//! Reading order: `driver`, `device`, `memory`, `compile`, `launch`, `tensor`, `gemm`, `few_rows`, `products`, `attention`, `ring`, `moe`,
 //! `peers`, `reduce`, `sample`, `choose`, `recording`; [`selftest`] compares with the CPU, `bench` times sums over ranks.
 
 mod attention;
 mod bench;
 mod choose;
 mod compile;
+mod device;
 mod driver;
 mod few_rows;
 mod gemm;
@@ -53,7 +54,8 @@ use crate::{
 use attention::AttentionStep;
 use choose::Chooser;
 use compile::Source;
-use driver::{Address, Device};
+use device::Device;
+use driver::Address;
 use launch::{Args, Grid, Kernel, Module};
 use lockstep_comm::collective::Collective;
 use lockstep_core::config::{Activation, RopeFrequencies};

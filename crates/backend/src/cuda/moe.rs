@@ -5,10 +5,11 @@
 //! of tokens. f32, the test mode, takes pair after pair (`moe.cu`).
 
 use super::compile::Source;
-use super::driver::{Address, Device};
+use super::device::Device;
+use super::driver::Address;
 use super::launch::{Args, Grid, Kernel, Module};
 use super::memory::Buffer;
-use super::ring::{self, GROUPED, RingPlan};
+use super::ring::{self, RingPlan, TILES};
 use super::tensor::{CudaLinear, CudaTensor, VECTOR};
 use crate::cuda::CudaBackend;
 use crate::{BackendError, ExpertWeights, MoeArgs, MoeShape, Result};
@@ -30,7 +31,7 @@ const JOIN_THREADS: usize = 128;
 const UNSORTED_ROWS_MAX: usize = 2;
 /// Bytes of an entry of the list of tiles.
 const TILE_BYTES: usize = 16;
-/// Pairs of an expert, on average, up to which each tile of [`GROUPED`] is taken: beyond these, too many experts have more
+/// Pairs of an expert, on average, up to which each tile of [`TILES`] is taken: beyond these, too many experts have more
 /// pairs than the tile holds.
 const MEAN_PAIRS_MAX: [usize; 3] = [6, 20, 56];
 
@@ -100,7 +101,7 @@ struct Grouped {
     products: Buffer,
     group: Kernel,
     join: Kernel,
-    /// Gate and up, and down, of each tile of [`GROUPED`].
+    /// Gate and up, and down, of each tile of [`TILES`].
     tile_kernels: Vec<TileKernels>,
     sm_count: usize,
 }
@@ -225,7 +226,7 @@ fn pairs_at_once(shape: &MoeShape) -> usize {
 
 /// Tiles of the smallest kind, which are the most, or of single pairs that are not sorted.
 fn tiles_at_once(shape: &MoeShape) -> usize {
-    let sorted = tiles_max(pairs_at_once(shape), shape.num_experts, GROUPED.tiles[0].tokens);
+    let sorted = tiles_max(pairs_at_once(shape), shape.num_experts, TILES[0].tokens);
     sorted.max(UNSORTED_ROWS_MAX.min(shape.rows_max) * shape.experts_per_token)
 }
 
@@ -274,7 +275,7 @@ impl Grouped {
             let [up, down] = [up, down].map(|name| module.kernel(name, plan.shared_bytes));
             Ok(TileKernels { up: up?, down: down?, plan })
         };
-        let plans = GROUPED.plans(&device.architecture());
+        let plans = ring::plans(&device.architecture());
         let tile_kernels = names.into_iter().zip(plans).map(|(names, plan)| kernels(&module, names, plan));
         let pairs = pairs_at_once(shape);
         Ok(Self {
@@ -299,7 +300,7 @@ impl Grouped {
     fn run(&self, experts: &CudaExperts, part: Part) {
         let (inner, hidden, pairs) = (experts.inner, experts.hidden, part.rows * part.per_token);
         let kind = tile_for(pairs, experts.count);
-        let (tile, kernels) = (GROUPED.tiles[kind], &self.tile_kernels[kind]);
+        let (tile, kernels) = (TILES[kind], &self.tile_kernels[kind]);
         let with_lists = |args: Args| self.lists().into_iter().fold(args, Args::address);
         let group = with_lists(Args::default().address(part.chosen).int(pairs).int(tile.tokens));
         let up = with_lists(Args::default().address(experts.gate_up.address()).address(part.x));
@@ -330,7 +331,7 @@ impl Grouped {
     }
 }
 
-/// The tile of [`GROUPED`] for a step.
+/// The tile of [`TILES`] for a step.
 fn tile_for(pairs: usize, experts: usize) -> usize {
     let mean = pairs.div_ceil(experts);
     MEAN_PAIRS_MAX.iter().position(|most| mean <= *most).unwrap_or(MEAN_PAIRS_MAX.len())

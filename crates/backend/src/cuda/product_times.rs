@@ -4,12 +4,11 @@
 //! shape, its way, and after a `#` the times, for people. **Invariant:** what cannot be read counts as not timed.
 
 use super::compile::{Source, cached_file, store};
-use super::driver::{Device, Event};
+use super::device::{Device, Event};
 use super::few_rows::FewRowsWay;
 use super::gemm::{Algorithm, Shape};
 use super::memory::Buffer;
 use super::products::Way;
-use super::ring::STREAMED;
 use crate::Result;
 use lockstep_core::DType;
 use std::collections::HashMap;
@@ -60,9 +59,9 @@ pub(super) struct TimedWays {
 impl TimedWays {
     /// Those of earlier starts.
     pub fn read(device: &Device, dtype: DType, library_version: usize) -> Self {
-        let kernels = [Source::Gemv, Source::Skinny, Source::Streamed];
-        let mut depends_on: Vec<String> =
-            kernels.iter().map(|source| source.file_name(dtype, &device.architecture())).collect();
+        let mut depends_on: Vec<String> = [Source::Gemv, Source::Skinny]
+            .map(|source| source.file_name(dtype, &device.architecture()))
+            .to_vec();
         depends_on.extend([FORMAT.into(), device.name.clone(), dtype.name().into()]);
         depends_on.extend([device.sm_count, library_version].map(|n| n.to_string()));
         depends_on.push(format!("{:?}", device.driver_version));
@@ -86,7 +85,7 @@ impl TimedWays {
         for (us, way) in times {
             let name = match way {
                 Way::FewRows(way) => name(*way),
-                Way::Library(_) => LIBRARY.into(),
+                Way::Library(_) => LIBRARY,
             };
             write!(note, " {name} {us:.2}").expect("invariant: a string takes everything");
         }
@@ -108,21 +107,17 @@ impl TimedWays {
 
 const LIBRARY: &str = "library";
 
-fn name(way: FewRowsWay) -> String {
+fn name(way: FewRowsWay) -> &'static str {
     match way {
-        FewRowsWay::Gemv => "gemv".into(),
-        FewRowsWay::Skinny => "skinny".into(),
-        FewRowsWay::Streamed(kind) => {
-            let tile = STREAMED.tiles[kind];
-            format!("streamed_{}x{}", tile.rows, tile.tokens)
-        }
+        FewRowsWay::Gemv => "gemv",
+        FewRowsWay::Skinny => "skinny",
     }
 }
 
 fn line(shape: &Shape, way: &Way, note: &str) -> String {
     let Shape { m, n, k, out, bias } = shape;
     let way = match way {
-        Way::FewRows(way) => name(*way),
+        Way::FewRows(way) => name(*way).to_owned(),
         Way::Library(words) => {
             words.iter().fold(LIBRARY.to_owned(), |text, word| format!("{text} {word:016x}"))
         }
@@ -163,10 +158,10 @@ mod tests {
     fn lines_are_read_as_they_were_written() {
         let shape = Shape { m: 32, n: 4096, k: 12_288, out: DType::Bf16, bias: true };
         let algorithm = [1, u64::MAX, 3, 0, 5, 6, 7, 8];
-        for way in [Way::FewRows(FewRowsWay::Streamed(2)), Way::Library(algorithm)] {
-            let line = line(&shape, &way, "streamed 9.10 library 12.70");
+        for way in [Way::FewRows(FewRowsWay::Skinny), Way::Library(algorithm)] {
+            let line = line(&shape, &way, "skinny 9.10 library 12.70");
             let (read, (read_way, note)) = parse(line.trim_end()).unwrap();
-            assert_eq!((read, read_way, note.as_str()), (shape, way, "streamed 9.10 library 12.70"));
+            assert_eq!((read, read_way, note.as_str()), (shape, way, "skinny 9.10 library 12.70"));
         }
     }
 

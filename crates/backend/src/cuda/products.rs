@@ -1,11 +1,15 @@
 //! Which way a matrix product takes: our own kernels ([`FewRows`]) or one of cuBLASLt's algorithms ([`Gemm`]).
 //!
+//! Timing a shape costs milliseconds, and similar numbers of rows are fastest by the same way: up to
+//! [`TIMED_ROWS_MAX`] rows only powers of two are timed, for all shapes up to them.
+//!
 //! **Invariant:** the way of a shape is decided once, at its first product: by what an earlier start timed, else by
-//! timing all ways if that is on ([`Products::tune`]), else by rule. So a step is repeatable, and stays so across
+//! timing if that is on ([`Products::tune`]), else by rule. So a step is repeatable, and stays so across
 //! starts as long as GPU, driver, libraries, kernels and cache are the same; two ways differ in the last bits. Ranks
 //! decide by themselves, which changes no sum over ranks: each has its own shard anyway.
 
-use super::driver::{Address, Device};
+use super::device::Device;
+use super::driver::Address;
 use super::few_rows::{FewRows, FewRowsWay};
 use super::gemm::{ALGORITHMS_MAX, Algorithm, Gemm, Operands, Shape};
 use super::product_times::{Stopwatch, TimedWays};
@@ -14,12 +18,14 @@ use crate::{BackendError, Result};
 use lockstep_core::DType;
 use std::collections::HashMap;
 use std::rc::Rc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Rows up to which products are timed: those of recorded decode steps. Longer steps are of any length.
 const TIMED_ROWS_MAX: usize = 256;
+/// Algorithms of cuBLASLt that are timed: its first is nearly always within 3 % of the best (measured on an H200).
+const TIMED_ALGORITHMS: usize = 4;
 /// Ways that are timed more often than the others, which have lost by then.
-const FINALISTS: usize = 4;
+const FINALISTS: usize = 3;
 /// Further runs of each finalist, and of one that takes long.
 const RUNS: usize = 4;
 const RUNS_OF_LONG: usize = 1;
@@ -51,8 +57,9 @@ pub(super) struct Products {
 /// While products are timed.
 struct Tuning {
     stopwatch: Stopwatch,
-    started: Instant,
     shapes: usize,
+    /// What timing them has taken.
+    spent: Duration,
     /// Rows of a step of prompts, which are timed too.
     prompt_rows: usize,
 }
@@ -78,8 +85,8 @@ impl Products {
         if let Some(prompt_rows) = prompt_rows.filter(|_| self.dtype != DType::F32) {
             match Stopwatch::new(&self.device) {
                 Ok(stopwatch) => {
-                    let started = Instant::now();
-                    self.tuning = Some(Tuning { stopwatch, started, shapes: 0, prompt_rows });
+                    let (shapes, spent) = (0, Duration::ZERO);
+                    self.tuning = Some(Tuning { stopwatch, shapes, spent, prompt_rows });
                 }
                 Err(BackendError::OutOfMemory { bytes, .. }) => tracing::warn!(
                     "matrix products are not timed, which may cost some speed: that takes {bytes} bytes of GPU memory"
@@ -87,8 +94,8 @@ impl Products {
                 Err(error) => return Err(error),
             }
         } else if let Some(tuning) = self.tuning.take().filter(|tuning| tuning.shapes > 0) {
-            let seconds = tuning.started.elapsed().as_secs_f64();
-            tracing::info!("{} shapes of matrix products were timed within {seconds:.2} s", tuning.shapes);
+            let seconds = tuning.spent.as_secs_f64();
+            tracing::info!("{} shapes of matrix products were timed in {seconds:.2} s", tuning.shapes);
             self.timed.store();
         }
         Ok(())
@@ -106,21 +113,59 @@ impl Products {
         if rows == 0 {
             return Ok(());
         }
-        if let Some(way) = self.decided.get(&shape).copied() {
-            // SAFETY: `describe` has checked the sizes.
-            return unsafe { self.run_by(&way, shape, operands) };
-        }
+        let way = match self.decided.get(&shape) {
+            Some(way) => *way,
+            None => self.decide((w, bias), x, rows, out)?,
+        };
+        // SAFETY: `describe` has checked the sizes.
+        unsafe { self.run_by(&way, shape, operands) }
+    }
+
+    /// The way of products of `rows` rows, for good.
+    fn decide(
+        &mut self,
+        (w, bias): (&CudaLinear, Option<&CudaVector>),
+        x: &CudaTensor,
+        rows: usize,
+        out: &CudaTensor,
+    ) -> Result<Way> {
+        let rows_max = x.rows_max.min(out.rows_max);
+        let like = timed_rows(rows, rows_max);
         let prompt_rows = self.tuning.as_ref().map(|tuning| tuning.prompt_rows);
-        // Rows beyond the step's hold nothing that anyone needs.
-        if let Some(prompt_rows) = prompt_rows.filter(|n| *n <= x.rows_max.min(out.rows_max)) {
-            let (shape, operands) = self.describe((w, bias), x, prompt_rows, out);
-            // SAFETY: as above.
-            unsafe { self.decide(shape, operands, true)? };
+        let prompt = prompt_rows.filter(|n| *n <= rows_max).map(|n| timed_rows(n, rows_max));
+        for rows in [Some(like).filter(|n| *n <= TIMED_ROWS_MAX), prompt].into_iter().flatten() {
+            // Rows beyond the step's hold nothing that anyone needs.
+            let (shape, operands) = self.describe((w, bias), x, rows, out);
+            // SAFETY: `describe` has checked the sizes.
+            unsafe { self.time_if_tuning(shape, operands)? };
         }
-        // SAFETY: as above.
-        unsafe {
-            let way = self.decide(shape, operands, rows <= TIMED_ROWS_MAX)?;
-            self.run_by(&way, shape, operands)
+        let (shape, _) = self.describe((w, bias), x, rows, out);
+        let way = match self.timed.get(&Shape { m: like, ..shape }) {
+            Some(way) if like == rows => way,
+            Some(way) => self.likewise(way, shape)?,
+            None => self.usual(shape)?,
+        };
+        self.decided.insert(shape, way);
+        Ok(way)
+    }
+
+    /// The way of a shape whose timed like is fastest by `way`: the same if it is one of the shape's own.
+    fn likewise(&mut self, way: Way, shape: Shape) -> Result<Way> {
+        match way {
+            Way::FewRows(ours) if ours.takes(&shape, self.dtype) => Ok(way),
+            Way::FewRows(_) => self.usual(shape),
+            Way::Library(algorithm) => {
+                let own = self.gemm.algorithms(shape, ALGORITHMS_MAX)?;
+                Ok(Way::Library(if own.contains(&algorithm) { algorithm } else { own[0] }))
+            }
+        }
+    }
+
+    /// The way of a shape of which nothing was timed.
+    fn usual(&mut self, shape: Shape) -> Result<Way> {
+        match FewRowsWay::usual(&shape, self.dtype) {
+            Some(way) => Ok(Way::FewRows(way)),
+            None => Ok(Way::Library(self.gemm.algorithms(shape, 1)?[0])),
         }
     }
 
@@ -139,10 +184,10 @@ impl Products {
         (shape, Operands { weights: w.buffer.address(), x, bias, y })
     }
 
-    /// Every way that takes the shape, ours first.
+    /// The ways that are timed for a shape, ours first.
     pub fn ways(&mut self, shape: Shape) -> Result<Vec<Way>> {
         let ours = FewRowsWay::ALL.into_iter().filter(|way| way.takes(&shape, self.dtype));
-        let library = self.gemm.algorithms(shape, ALGORITHMS_MAX)?.into_iter().map(Way::Library);
+        let library = self.gemm.algorithms(shape, TIMED_ALGORITHMS)?.into_iter().map(Way::Library);
         Ok(ours.map(Way::FewRows).chain(library).collect())
     }
 
@@ -160,39 +205,29 @@ impl Products {
         Ok(())
     }
 
-    /// The way of a shape, for good.
+    /// Times a shape if that is on and was not done before.
     ///
     /// # Safety
     /// As [`Self::run_by`].
-    unsafe fn decide(&mut self, shape: Shape, operands: Operands, may_time: bool) -> Result<Way> {
-        if let Some(way) = self.decided.get(&shape) {
-            return Ok(*way);
+    unsafe fn time_if_tuning(&mut self, shape: Shape, operands: Operands) -> Result<()> {
+        if self.timed.get(&shape).is_some() || self.device.is_recording() {
+            return Ok(());
         }
-        let way = if let Some(way) = self.timed.get(&shape) {
-            way
-        } else if may_time
-            && !self.device.is_recording()
-            && let Some(mut tuning) = self.tuning.take()
-        {
-            // SAFETY: the caller's promise.
-            let fastest = unsafe { self.time(&tuning.stopwatch, shape, operands) };
-            tuning.shapes += 1;
-            self.tuning = Some(tuning);
-            fastest?
-        } else if let Some(way) = FewRowsWay::usual(&shape, self.dtype) {
-            Way::FewRows(way)
-        } else {
-            Way::Library(self.gemm.algorithms(shape, 1)?[0])
-        };
-        self.decided.insert(shape, way);
-        Ok(way)
+        let Some(mut tuning) = self.tuning.take() else { return Ok(()) };
+        let started = Instant::now();
+        // SAFETY: the caller's promise.
+        let result = unsafe { self.time(&tuning.stopwatch, shape, operands) };
+        tuning.shapes += 1;
+        tuning.spent += started.elapsed();
+        self.tuning = Some(tuning);
+        result
     }
 
-    /// The fastest way, by the stopwatch.
+    /// Finds the fastest way, by the stopwatch.
     ///
     /// # Safety
     /// As [`Self::run_by`].
-    unsafe fn time(&mut self, stopwatch: &Stopwatch, shape: Shape, operands: Operands) -> Result<Way> {
+    unsafe fn time(&mut self, stopwatch: &Stopwatch, shape: Shape, operands: Operands) -> Result<()> {
         // SAFETY: the caller's promise.
         let run = |products: &mut Self, way: &Way| unsafe { products.run_by(way, shape, operands) };
         let mut times: Vec<(f32, Way)> = Vec::new();
@@ -217,8 +252,14 @@ impl Products {
             return Err(BackendError::Device { operation, problem });
         };
         self.timed.insert(shape, fastest, &times);
-        Ok(fastest)
+        Ok(())
     }
+}
+
+/// Rows that are timed for products of `rows` rows of matrices of `rows_max`: up to [`TIMED_ROWS_MAX`] the next power of
+/// two, because a tile that holds those rows holds fewer as well.
+fn timed_rows(rows: usize, rows_max: usize) -> usize {
+    if rows <= TIMED_ROWS_MAX { rows.next_power_of_two().min(rows_max) } else { rows }
 }
 
 /// A bias in both forms: ours is added before rounding.
@@ -228,4 +269,18 @@ pub(super) struct Bias {
     pub exact: Address,
     /// Of the type of y.
     pub rounded: Address,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn powers_of_two_are_timed_for_all_rows_up_to_them() {
+        let timed = [1, 2, 3, 4, 6, 24, 129, 256, 257, 8192].map(|rows| timed_rows(rows, 8192));
+        assert_eq!(timed, [1, 2, 4, 4, 8, 32, 256, 256, 257, 8192]);
+        assert_eq!((timed_rows(90, 100), timed_rows(100, 100)), (100, 100));
+        let of_decode_steps: std::collections::HashSet<_> = (1..=256).map(|n| timed_rows(n, 8192)).collect();
+        assert_eq!(of_decode_steps.len(), 9);
+    }
 }

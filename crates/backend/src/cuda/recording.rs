@@ -5,7 +5,8 @@
 //! step, whose content changes from step to step ([`Backend::stage`](crate::Backend::stage)). **Invariant:** a
 //! recording is replayed only while everything it names is where it was ([`Device::moves`]).
 
-use super::driver::{Device, Handle};
+use super::device::Device;
+use super::driver::Handle;
 use crate::{BackendError, Result};
 use std::ffi::c_uint;
 use std::rc::Rc;

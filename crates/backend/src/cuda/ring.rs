@@ -1,7 +1,7 @@
-//! Products through a ring of shared memory (`ring.cuh`): the tiles that are compiled, and how they use an
+//! Experts' products through a ring of shared memory (`ring.cuh`): the tiles that are compiled, and how they use an
 //! architecture's shared memory.
 
-use super::driver::shared_bytes;
+use super::device::shared_bytes;
 use super::launch::Grid;
 
 /// Threads of a block.
@@ -29,22 +29,11 @@ const fn tile(rows: usize, tokens: usize, depth: usize) -> RingTile {
     RingTile { rows, tokens, depth }
 }
 
-/// The tiles of a file, by tokens, and how many blocks of each a multiprocessor shall hold.
-pub(super) struct RingTiles<const N: usize> {
-    pub tiles: [RingTile; N],
-    resident: usize,
-}
-
-/// Those of `streamed.cu`: one block, whose ring is as large as can be.
-pub(super) const STREAMED: RingTiles<5> = RingTiles {
-    tiles: [tile(64, 16, 128), tile(64, 32, 128), tile(128, 32, 64), tile(64, 64, 128), tile(128, 64, 64)],
-    resident: 1,
-};
-/// Those of `experts.cu`: two blocks, one of which computes while the other is between two tiles.
-pub(super) const GROUPED: RingTiles<4> = RingTiles {
-    tiles: [tile(64, 16, 128), tile(128, 32, 64), tile(128, 64, 64), tile(128, 128, 64)],
-    resident: 2,
-};
+/// The tiles of `experts.cu`, by tokens.
+pub(super) const TILES: [RingTile; 4] =
+    [tile(64, 16, 128), tile(128, 32, 64), tile(128, 64, 64), tile(128, 128, 64)];
+/// Blocks that a multiprocessor shall hold: one computes while the other is between two tiles.
+const RESIDENT: usize = 2;
 
 /// How a tile's kernel uses an architecture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,17 +46,15 @@ pub(super) struct RingPlan {
     pub resident: usize,
 }
 
-impl<const N: usize> RingTiles<N> {
-    /// The plan of each tile on `architecture`, in NVRTC's name.
-    pub fn plans(&self, architecture: &str) -> [RingPlan; N] {
-        self.tiles.map(|tile| tile.plan(architecture, self.resident))
-    }
+/// The plan of each of [`TILES`] on `architecture`, in NVRTC's name.
+pub(super) fn plans(architecture: &str) -> [RingPlan; TILES.len()] {
+    TILES.map(|tile| tile.plan(architecture, RESIDENT))
+}
 
-    /// What the compiler is told: `-DSTAGES_i=..` for each tile.
-    pub fn options(&self, architecture: &str) -> impl Iterator<Item = String> {
-        let plans = self.plans(architecture).into_iter().enumerate();
-        plans.map(|(i, plan)| format!("-DSTAGES_{i}={}", plan.stages))
-    }
+/// What the compiler is told: `-DSTAGES_i=..` for each tile.
+pub(super) fn options(architecture: &str) -> impl Iterator<Item = String> {
+    let plans = plans(architecture).into_iter().enumerate();
+    plans.map(|(i, plan)| format!("-DSTAGES_{i}={}", plan.stages))
 }
 
 impl RingTile {
@@ -96,15 +83,13 @@ mod tests {
     #[test]
     fn every_tile_fits_every_architecture() {
         for architecture in ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"] {
-            let (streamed, grouped) = (STREAMED.plans(architecture), GROUPED.plans(architecture));
-            for plan in streamed.iter().chain(&grouped) {
+            for plan in plans(architecture) {
                 assert!((2..=STAGES_MAX).contains(&plan.stages), "{architecture}: {plan:?}");
                 let block = plan.shared_bytes as usize + TAKEN_BYTES;
                 assert!(plan.resident * block <= shared_bytes(architecture), "{architecture}: {plan:?}");
             }
         }
-        assert_eq!(STREAMED.plans("sm_90a").map(|plan| plan.stages), [8, 8, 8, 6, 8]);
-        let grouped = GROUPED.plans("sm_90a").map(|plan| (plan.stages, plan.resident));
-        assert_eq!(grouped, [(5, 2), (4, 2), (4, 2), (3, 2)]);
+        let on_hopper = plans("sm_90a").map(|plan| (plan.stages, plan.resident));
+        assert_eq!(on_hopper, [(5, 2), (4, 2), (4, 2), (3, 2)]);
     }
 }

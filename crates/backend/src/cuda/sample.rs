@@ -5,7 +5,8 @@
 //! before (penalties, biases, grammars) is the host's, which then chooses itself.
 
 use super::compile::Source;
-use super::driver::{Address, Device};
+use super::device::Device;
+use super::driver::Address;
 use super::launch::{Args, Grid, Kernel};
 use super::memory::Buffer;
 use crate::Result;

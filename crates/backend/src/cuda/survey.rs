@@ -4,7 +4,8 @@
 //! does not tell (links, free memory) comes from its management library, without which those stay unknown.
 
 use super::compile;
-use super::driver::{self, Driver, architecture};
+use super::device::architecture;
+use super::driver::{self, Driver};
 use super::gemm;
 use crate::Result;
 use lockstep_comm::function_table;

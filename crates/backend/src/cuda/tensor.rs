@@ -1,6 +1,7 @@
 //! What a model keeps on the device: activations, vectors, weight matrices, rope tables.
 
-use super::driver::{Address, Device};
+use super::device::Device;
+use super::driver::Address;
 use super::memory::{Buffer, Staging};
 use crate::{BackendError, LinearSpec, Result};
 use half::{bf16, f16};

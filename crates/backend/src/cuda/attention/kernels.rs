@@ -1,7 +1,7 @@
 //! The attention kernels for one head size, and how they use an architecture's shared memory.
 
 use super::super::compile::Source;
-use super::super::driver::{Device, shared_bytes};
+use super::super::device::{Device, shared_bytes};
 use super::super::launch::{Args, Grid, Kernel};
 use crate::Result;
 use lockstep_core::DType;

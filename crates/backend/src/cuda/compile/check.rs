@@ -4,13 +4,12 @@ use super::*;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-const ALL: [Source; 23] = [
+const ALL: [Source; 22] = [
     Source::Pointwise,
     Source::Norm,
     Source::Rope,
     Source::Gemv,
     Source::Skinny,
-    Source::Streamed,
     Source::Moe,
     Source::Experts,
     Source::Peers(2),
@@ -39,9 +38,6 @@ impl Source {
             Self::Rope => &["rope_and_store"],
             Self::Gemv => &["gemv_1", "gemv_2", "gemv_1_f32", "gemv_2_f32"],
             Self::Skinny => &["skinny"],
-            Self::Streamed => {
-                &["streamed_64x16", "streamed_64x32", "streamed_128x32", "streamed_64x64", "streamed_128x64"]
-            }
             Self::Moe => &["route", "moe_gate_up", "moe_down"],
             Self::Experts => &[
                 "group",
@@ -231,12 +227,10 @@ ptxas info    : Used 12 registers, used 0 barriers";
 fn types(architecture: &str, source: Source) -> &'static [DType] {
     match (architecture, source) {
         ("sm_90a", Source::AttentionToken(_) | Source::Sample) => &[DType::F32],
-        // Long to compile, and of the parts of `Streamed`.
-        (_, Source::Experts) => &[DType::Bf16],
         (
             "sm_90a",
             Source::Skinny
-            | Source::Streamed
+            | Source::Experts
             | Source::AttentionDecode(_)
             | Source::AttentionTile(_)
             | Source::AttentionHopper(_),

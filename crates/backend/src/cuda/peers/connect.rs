@@ -4,7 +4,8 @@
 //! same process, by CUDA IPC otherwise. All ranks hear how it went everywhere, and decide alike.
 //! **Collective:** everything here, for all ranks of the group. Nothing returns before the others have heard.
 
-use super::super::driver::{Address, Device, Handle, LentMemory};
+use super::super::device::Device;
+use super::super::driver::{Address, Handle, LentMemory};
 use crate::{BackendError, Result};
 use bytemuck::{Pod, Zeroable};
 use lockstep_comm::group::{Patience, ProcessGroup};

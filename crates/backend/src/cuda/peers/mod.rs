@@ -24,7 +24,8 @@ pub(super) use report::Report;
 pub(super) use switch::Way;
 
 use super::compile::Source;
-use super::driver::{Address, Device};
+use super::device::Device;
+use super::driver::Address;
 use super::launch::{Args, Grid, Kernel};
 use super::memory::Buffer;
 use crate::{BackendError, Result};

@@ -3,7 +3,8 @@
 //! In pinned memory, which the GPU reads and writes at the same address. Kernels write their part once, the flag last;
 //! the host writes [`STOP`] only.
 
-use super::super::driver::{Address, Device};
+use super::super::device::Device;
+use super::super::driver::Address;
 use crate::{BackendError, Result};
 use lockstep_comm::CollectiveError;
 use std::ffi::c_void;
