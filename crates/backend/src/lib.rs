@@ -159,10 +159,12 @@ pub trait Backend {
     /// output rows `first_row..first_row+n`. Called in bands of a few MiB so that loading needs
     /// little memory beyond the shard.
     fn pack_rows(&self, linear: &mut Self::Linear, first_row: usize, data: &[u8]);
-    /// Reads and packs all `bands`, which [`pack_rows`](Self::pack_rows) packs one by one unless the
-    /// device can do better. Ends early when a band cannot be read.
-    fn pack_bands(&self, linear: &mut Self::Linear, bands: &Bands<'_>) {
-        bands.read_ahead(bands::readers(), |first_row, data| self.pack_rows(linear, first_row, data));
+    /// Reads and packs all `bands` of `linears`, which [`pack_rows`](Self::pack_rows) packs one by one unless
+    /// the device can do better. Ends early when a band cannot be read.
+    fn pack_bands(&self, linears: &mut [Self::Linear], bands: &Bands<'_>) {
+        bands.read_ahead(bands::readers(), |band| {
+            self.pack_rows(&mut linears[band.matrix], band.first_row, &band.data);
+        });
     }
     /// Bytes the packed matrix occupies.
     fn linear_bytes(&self, linear: &Self::Linear) -> usize;

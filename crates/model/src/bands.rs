@@ -1,25 +1,39 @@
-//! Reads a rank's part of a stored matrix band by band, in the type that the rank keeps.
+//! Reads a rank's parts of stored matrices band by band, in the types that the rank keeps.
 //!
 //! Reading may mean dequantising, which takes longer than packing, so the backend reads bands on its
-//! own threads. **Invariant:** memory beside the packed matrix is a few bands (two buffers for each
-//! thread that reads), whatever the size of the matrix.
+//! own threads. **Invariant:** memory beside the packed matrices is a few bands (two buffers for each
+//! thread that reads), whatever the size of the matrices.
 
 use crate::Result;
 use crate::source::WeightSource;
 use half::{bf16, f16};
-use lockstep_backend::bands::BandBuffers;
+use lockstep_backend::bands::{BandBuffers, MatrixRows};
 use lockstep_backend::{Backend, Bands};
 use lockstep_core::DType;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
-/// The part of a stored matrix that a rank keeps, and the type it keeps.
+/// The part of a stored matrix that a rank keeps, the type it keeps, and where.
 pub(crate) struct Slice<'a> {
     pub tensor: &'a str,
     pub rows: Range<usize>,
     pub columns: Range<usize>,
     pub dtype: DType,
+    /// Index of the packed matrix among those that are packed together, and the first of its rows.
+    pub matrix: usize,
+    pub first_row: usize,
+}
+
+impl Slice<'_> {
+    fn row_bytes(&self) -> usize {
+        self.columns.len() * self.dtype.size_bytes()
+    }
+
+    /// Bytes of all its rows.
+    pub fn bytes(&self) -> usize {
+        self.rows.len() * self.row_bytes()
+    }
 }
 
 /// Reads slices of one source.
@@ -35,19 +49,19 @@ impl<'a> BandReader<'a> {
         Self { source, bands: BandBuffers::default(), stored: Mutex::default() }
     }
 
-    /// Packs `slice` as rows of `linear` from `first_row` on; gives the bytes packed.
+    /// Packs `slices` into `linears`; gives the bytes packed.
     ///
     /// Stops at an error of the source, which names the tensor.
     pub fn pack<B: Backend>(
         &self,
         backend: &B,
-        linear: &mut B::Linear,
-        first_row: usize,
-        slice: &Slice<'_>,
+        linears: &mut [B::Linear],
+        slices: &[Slice<'_>],
     ) -> Result<usize> {
         let (packed_bytes, error) = (AtomicUsize::new(0), Mutex::new(None));
-        let to_stored = |row: usize| slice.rows.start + row - first_row;
-        let read = |rows: Range<usize>, band: &mut Vec<u8>| {
+        let read = |index: usize, rows: Range<usize>, band: &mut Vec<u8>| {
+            let slice: &Slice<'_> = &slices[index];
+            let to_stored = |row: usize| slice.rows.start + row - slice.first_row;
             let result = self.read(slice, to_stored(rows.start)..to_stored(rows.end), band);
             if let Err(e) = result {
                 error.lock().expect("invariant: nothing panics while it holds the error").get_or_insert(e);
@@ -57,9 +71,12 @@ impl<'a> BandReader<'a> {
             packed_bytes.fetch_add(band.len(), Ordering::Relaxed);
             true
         };
-        let row_bytes = slice.columns.len() * slice.dtype.size_bytes();
-        let rows = first_row..first_row + slice.rows.len();
-        backend.pack_bands(linear, &Bands::new(rows, row_bytes, &read, &self.bands));
+        let parts = slices.iter().map(|slice| MatrixRows {
+            matrix: slice.matrix,
+            rows: slice.first_row..slice.first_row + slice.rows.len(),
+            row_bytes: slice.row_bytes(),
+        });
+        backend.pack_bands(linears, &Bands::new(parts, &read, &self.bands));
         match error.into_inner().expect("invariant: nothing panics while it holds the error") {
             Some(error) => Err(error),
             None => Ok(packed_bytes.into_inner()),
@@ -169,11 +186,13 @@ mod tests {
         let mut backend = CpuBackend::new(CpuOptions { threads, ..CpuOptions::default() }).unwrap();
         let out_features = first_row + rows.len();
         let spec = LinearSpec { out_features, in_features: COLUMNS, dtype, leaves: vec![0, COLUMNS] };
-        let mut linear = backend.linear(spec).unwrap();
+        let mut linears = [backend.linear(spec).unwrap()];
         let source = Rows { broken: usize::MAX };
-        let slice = Slice { tensor: "x", rows: rows.clone(), columns: 0..COLUMNS, dtype };
-        let bytes = BandReader::new(&source).pack(&backend, &mut linear, first_row, &slice).unwrap();
+        let slice =
+            Slice { tensor: "x", rows: rows.clone(), columns: 0..COLUMNS, dtype, matrix: 0, first_row };
+        let bytes = BandReader::new(&source).pack(&backend, &mut linears, &[slice]).unwrap();
         assert_eq!(bytes, rows.len() * COLUMNS * dtype.size_bytes());
+        let [linear] = linears;
         let mut out = backend.tensor(out_features, COLUMNS).unwrap();
         let ids: Vec<u32> = (0..out_features as u32).collect();
         backend.embed(&linear, 0, &ids, &mut out);
@@ -208,10 +227,10 @@ mod tests {
         let backend = CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }).unwrap();
         let dtype = DType::F32;
         let spec = LinearSpec { out_features: 5000, in_features: COLUMNS, dtype, leaves: vec![0, COLUMNS] };
-        let mut linear = backend.linear(spec).unwrap();
+        let mut linears = [backend.linear(spec).unwrap()];
         let source = Rows { broken: 2000 };
-        let slice = Slice { tensor: "x", rows: 0..5000, columns: 0..COLUMNS, dtype };
-        let error = BandReader::new(&source).pack(&backend, &mut linear, 0, &slice).unwrap_err();
+        let slice = Slice { tensor: "x", rows: 0..5000, columns: 0..COLUMNS, dtype, matrix: 0, first_row: 0 };
+        let error = BandReader::new(&source).pack(&backend, &mut linears, &[slice]).unwrap_err();
         assert!(matches!(error, ModelError::Weights(_)) && error.to_string().contains('x'), "{error}");
     }
 

@@ -14,7 +14,6 @@ use lockstep_core::shard::{Group, LocalMatrix, Piece, WeightRule};
 use lockstep_core::{DType, ModelConfig, ParallelInfo};
 use std::cell::RefCell;
 use std::collections::HashSet;
-use std::ops::Range;
 
 /// Parameters that an error names one by one.
 const NAMED_MAX: usize = 5;
@@ -125,41 +124,47 @@ impl<'a, B: Backend> Loader<'a, B> {
     ///
     /// Errors name the tensor that is missing, has the wrong shape or was read before.
     pub fn matrix(&self, rule: &WeightRule) -> Result<B::Linear> {
-        for piece in &rule.pieces {
-            self.source.expect_shape(&piece.tensor, &rule.stored_shape(piece))?;
+        let mut matrices = self.matrices(&[rule])?;
+        Ok(matrices.pop().expect("invariant: one rule, one matrix"))
+    }
+
+    /// [`matrix`](Self::matrix) of each rule, with the bands of all of them under way at once: many small
+    /// matrices load as fast as a large one.
+    pub fn matrices(&self, rules: &[&WeightRule]) -> Result<Vec<B::Linear>> {
+        let (mut linears, mut slices) = (Vec::with_capacity(rules.len()), Vec::new());
+        for rule in rules {
+            let spec = self.slice(rule, linears.len(), &mut slices)?;
+            linears.push(self.backend.linear(spec)?);
         }
+        let packed_bytes = self.bands.pack(self.backend, &mut linears, &slices)?;
+        let expected: usize = slices.iter().map(Slice::bytes).sum();
+        assert_eq!(packed_bytes, expected, "invariant: a source gives every element that the rules name");
+        self.state.borrow_mut().packed_bytes += packed_bytes as u64;
+        slices.iter().for_each(|slice| self.source.release(slice.tensor));
+        Ok(linears)
+    }
+
+    /// Adds this rank's slices of the rule's pieces, which become matrix number `matrix`; gives what that is.
+    fn slice<'r>(
+        &self,
+        rule: &'r WeightRule,
+        matrix: usize,
+        slices: &mut Vec<Slice<'r>>,
+    ) -> Result<LinearSpec> {
         let LocalMatrix { rows, padding_rows, columns, leaves } =
             rule.local_matrix(self.parallel).expect("invariant: layers ask for matrices by matrix rules");
         let dtype = self.dtype.unwrap_or_else(|| rule.dtype(|tensor| self.source.dtype_of(tensor)));
-        let spec =
-            LinearSpec { out_features: rows + padding_rows, in_features: columns.len(), dtype, leaves };
-        let mut linear = self.backend.linear(spec)?;
         let mut first_row = 0;
         for piece in &rule.pieces {
-            first_row += self.pack_piece(&mut linear, piece, &columns, dtype, first_row)?;
+            self.source.expect_shape(&piece.tensor, &rule.stored_shape(piece))?;
             self.note_filled(piece)?;
-            self.source.release(&piece.tensor);
+            let (rows, columns) = (piece.local_rows(self.parallel), columns.clone());
+            let next_row = first_row + rows.len();
+            slices.push(Slice { tensor: &piece.tensor, rows, columns, dtype, matrix, first_row });
+            first_row = next_row;
         }
         assert_eq!(first_row, rows, "invariant: the pieces are the rows of the matrix");
-        Ok(linear)
-    }
-
-    /// Packs this rank's rows of `piece` as output rows from `first_row`; gives their number.
-    fn pack_piece(
-        &self,
-        linear: &mut B::Linear,
-        piece: &Piece,
-        columns: &Range<usize>,
-        dtype: DType,
-        first_row: usize,
-    ) -> Result<usize> {
-        let rows = piece.local_rows(self.parallel);
-        let slice = Slice { tensor: &piece.tensor, rows: rows.clone(), columns: columns.clone(), dtype };
-        let packed_bytes = self.bands.pack(self.backend, linear, first_row, &slice)?;
-        let expected = rows.len() * columns.len() * dtype.size_bytes();
-        assert_eq!(packed_bytes, expected, "invariant: a source gives every element of {}", piece.tensor);
-        self.state.borrow_mut().packed_bytes += packed_bytes as u64;
-        Ok(rows.len())
+        Ok(LinearSpec { out_features: rows + padding_rows, in_features: columns.len(), dtype, leaves })
     }
 
     fn note_filled(&self, piece: &Piece) -> Result<()> {

@@ -137,8 +137,8 @@ impl Backend for CpuBackend {
         linear.pack_rows(self.isa, &self.pool, first_row, data);
     }
 
-    fn pack_bands(&self, linear: &mut PackedLinear, bands: &Bands<'_>) {
-        linear.pack_bands(self.isa, &self.pool, bands);
+    fn pack_bands(&self, linears: &mut [PackedLinear], bands: &Bands<'_>) {
+        PackedLinear::pack_bands(linears, self.isa, &self.pool, bands);
     }
 
     fn linear_bytes(&self, linear: &PackedLinear) -> usize {

@@ -81,16 +81,17 @@ impl PackedLinear {
         });
     }
 
-    /// Reads and packs `bands`, each by one thread from its file to its tiles, so that it is packed
-    /// out of that core's cache and no thread waits for another. Panics when a band is not whole
+    /// Reads and packs `bands` of `linears`, each by one thread from its file to its tiles, so that it is
+    /// packed out of that core's cache and no thread waits for another. Panics when a band is not whole
     /// rows or they do not fit.
-    pub(super) fn pack_bands(&mut self, isa: Isa, pool: &ThreadPool, bands: &Bands<'_>) {
-        let packer = self.packer(isa);
+    pub(super) fn pack_bands(linears: &mut [Self], isa: Isa, pool: &ThreadPool, bands: &Bands<'_>) {
+        let packers: Vec<_> = linears.iter_mut().map(|linear| linear.packer(isa)).collect();
         pool.run(bands.count(), &|index, _| {
-            bands.with_band(index, |first_row, data| {
-                let Some(band) = packer.band(first_row, data) else { return };
-                for tile in first_row / LANES..(first_row + band.rows).div_ceil(LANES) {
-                    // SAFETY: bands meet at whole tiles, so a tile belongs to one chunk.
+            bands.with_band(index, |read| {
+                let packer = &packers[read.matrix];
+                let Some(band) = packer.band(read.first_row, &read.data) else { return };
+                for tile in band.first_row / LANES..(band.first_row + band.rows).div_ceil(LANES) {
+                    // SAFETY: a row belongs to one band.
                     unsafe { packer.pack_tile(&band, tile) };
                 }
             });
@@ -124,7 +125,7 @@ impl PackedLinear {
 /// The packed memory, written tile by tile.
 struct Packed(*mut u8);
 
-// SAFETY: a tile is written by one thread, as `Packer::pack_tile` demands.
+// SAFETY: a row is written by one thread, as `Packer::pack_tile` demands.
 unsafe impl Sync for Packed {}
 
 /// Writes tiles of one matrix, which it holds for itself.
@@ -161,7 +162,7 @@ impl Packer<'_> {
     /// Interleaves the band's rows of one tile.
     ///
     /// # Safety
-    /// The tile holds rows of the band, and nobody else touches it meanwhile.
+    /// The tile holds rows of the band, and nobody else touches these rows meanwhile.
     unsafe fn pack_tile(&self, band: &Band<'_>, tile: usize) {
         let row_bytes = self.row_bytes();
         let rows = (tile * LANES).max(band.first_row)..((tile + 1) * LANES).min(band.first_row + band.rows);
@@ -172,11 +173,11 @@ impl Packer<'_> {
         if rows.len() == LANES && row_bytes.is_multiple_of(size_of::<u32>()) {
             let tile =
                 WholeTile { rows: data.as_ptr(), words: row_bytes / size_of::<u32>(), two_bytes, target };
-            // SAFETY: `data` is 16 rows, the target a tile of its own by the caller's promise; the
+            // SAFETY: `data` is 16 rows, so all of the target is held alone by the caller's promise; the
             // machine supports the backend's instruction set.
             return unsafe { self.isa.run(tile) };
         }
-        // SAFETY: the target is a tile, held alone by the caller's promise; `data` its rows.
+        // SAFETY: the target is a tile whose rows in `data` are held alone by the caller's promise.
         unsafe {
             match two_bytes {
                 true => pack_lanes::<2>(data, row_bytes, rows.start % LANES, target),
@@ -190,7 +191,7 @@ impl Packer<'_> {
 ///
 /// # Safety
 /// `target` is valid for 16 rows, `data` holds at most the lanes from `first_lane` on, and nobody
-/// else touches the tile.
+/// else touches these lanes.
 unsafe fn pack_lanes<const E: usize>(data: &[u8], row_bytes: usize, first_lane: usize, target: *mut u8) {
     for (row, bytes) in data.chunks_exact(row_bytes).enumerate() {
         for (k, element) in bytes.as_chunks::<E>().0.iter().enumerate() {

@@ -96,13 +96,12 @@ impl<B: Backend> Moe<B> {
     pub fn load(loader: &Loader<'_, B>, rules: &MoeRules) -> Result<Self> {
         let config = loader.config();
         let moe = config.moe.as_ref().expect("invariant: rules with experts come from a config with experts");
-        let expert = |rules: &MlpRules| {
-            Ok(ExpertWeights {
-                gate_up: loader.matrix(&rules.gate_up.weight)?,
-                down: loader.matrix(&rules.down.weight)?,
-            })
-        };
-        let experts = rules.experts.iter().map(expert).collect::<Result<Vec<_>>>()?;
+        let of_experts = rules.experts.iter().flat_map(|mlp| [&mlp.gate_up.weight, &mlp.down.weight]);
+        let mut matrices = loader.matrices(&of_experts.collect::<Vec<_>>())?.into_iter();
+        let mut experts = Vec::with_capacity(rules.experts.len());
+        while let (Some(gate_up), Some(down)) = (matrices.next(), matrices.next()) {
+            experts.push(ExpertWeights { gate_up, down });
+        }
         Ok(Self {
             router: loader.matrix(&rules.router)?,
             experts: loader.backend().experts(experts)?,

@@ -1,7 +1,7 @@
 //! What is packed is what was given, bit for bit, however it comes in.
 
 use super::{Random, backends};
-use crate::bands::{BandBuffers, Bands};
+use crate::bands::{BandBuffers, Bands, MatrixRows};
 use crate::cpu::PackedLinear;
 use crate::{Backend, LinearSpec};
 use lockstep_core::DType;
@@ -50,18 +50,18 @@ fn rows_and_bands_of_any_shape_keep_their_bits() {
             backend.pack_rows(&mut by_rows, 0, &rows[..cut * row_bytes]);
             assert!(bytes_of(&by_rows) == want, "{what} by rows, cut at {cut}");
 
-            let read = |part: Range<usize>, out: &mut Vec<u8>| {
+            let read = |_: usize, part: Range<usize>, out: &mut Vec<u8>| {
                 out.clear();
                 out.extend_from_slice(&rows[part.start * row_bytes..part.end * row_bytes]);
                 true
             };
             let buffers = BandBuffers::default();
-            let mut by_bands = backend.linear(spec.clone()).unwrap();
-            for part in [0..cut, cut..out_features] {
-                // Bands of 32 rows, by a width that is not the matrix's own.
-                backend.pack_bands(&mut by_bands, &Bands::new(part, 32 << 10, &read, &buffers));
-            }
-            assert!(bytes_of(&by_bands) == want, "{what} by bands, cut at {cut}");
+            let mut by_bands = [backend.linear(spec.clone()).unwrap(), backend.linear(spec.clone()).unwrap()];
+            // Two matrices at once, in bands of 32 rows, by a width that is not the matrix's own.
+            let parts = [(0, 0..cut), (0, cut..out_features), (1, cut..out_features), (1, 0..cut)];
+            let parts = parts.map(|(matrix, rows)| MatrixRows { matrix, rows, row_bytes: 32 << 10 });
+            backend.pack_bands(&mut by_bands, &Bands::new(parts, &read, &buffers));
+            assert!(by_bands.iter().all(|m| bytes_of(m) == want), "{what} by bands, cut at {cut}");
         }
     }
 }
