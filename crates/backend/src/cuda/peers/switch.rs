@@ -21,11 +21,11 @@ struct Switch {
     two_shot_max: usize,
 }
 
-/// Where the ways change. Not measured yet: `lockstep bench comm --device cuda --tp N` prints the points that a machine
-/// suggests. With two ranks both ways move the same bytes, and one shot waits once; with more, one shot moves
-/// (ranks - 1) times the message and two shots twice.
+/// Where the ways change. Two ranks: measured on two H200s joined by 18 NVLinks (`docs/performance.md`, "Sums over ranks");
+/// there both ways move the same bytes and one shot waits once. With more ranks one shot moves (ranks - 1) times the message and two
+/// shots twice; those points are estimates. `lockstep bench comm --device cuda --tp N` prints the ones that a machine suggests.
 const SWITCHES: [Switch; 3] = [
-    Switch { ranks: 2, one_shot_max: 4 << 20, two_shot_max: 4 << 20 },
+    Switch { ranks: 2, one_shot_max: 4 << 20, two_shot_max: 8 << 20 },
     Switch { ranks: 4, one_shot_max: 256 << 10, two_shot_max: 4 << 20 },
     Switch { ranks: 8, one_shot_max: 256 << 10, two_shot_max: 4 << 20 },
 ];
