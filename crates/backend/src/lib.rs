@@ -153,8 +153,13 @@ pub trait Backend {
     }
     /// Copies `values` to the device.
     fn vector(&self, values: &[f32]) -> Result<Self::Vector>;
-    /// Memory for a weight matrix; rows arrive through [`Backend::pack_rows`].
-    fn linear(&self, spec: LinearSpec) -> Result<Self::Linear>;
+    /// Memory for weight matrices that are loaded together; rows arrive through [`Backend::pack_rows`].
+    fn linears(&self, specs: &[LinearSpec]) -> Result<Vec<Self::Linear>>;
+    /// Memory for one.
+    fn linear(&self, spec: LinearSpec) -> Result<Self::Linear> {
+        let linear = self.linears(&[spec])?.pop();
+        Ok(linear.expect("invariant: a matrix for each description"))
+    }
     /// Packs `data` (row-major `[n, spec.in_features]` little-endian elements of `spec.dtype`) as
     /// output rows `first_row..first_row+n`. Called in bands of a few MiB so that loading needs
     /// little memory beyond the shard.
@@ -177,7 +182,8 @@ pub trait Backend {
     /// cos/sin of `position * frequencies.inverse[i]` times the attention factor, computed in f64,
     /// stored f32.
     fn rope_table(&self, frequencies: &RopeFrequencies, max_position: usize) -> Result<Self::RopeTable>;
-    /// The experts of a layer, by expert id. Panics when their shapes, types or leaves differ.
+    /// The experts of a layer, by expert id. Panics when their shapes, types or leaves differ, or on devices that keep
+    /// experts in one piece when one call of [`linears`](Self::linears) has not made them all, in this order.
     fn experts(&self, experts: Vec<ExpertWeights<Self>>) -> Result<Self::Experts>;
     /// Buffers for [`Backend::moe`].
     fn moe_workspace(&self, shape: MoeShape) -> Result<Self::MoeWorkspace>;

@@ -131,11 +131,9 @@ impl<'a, B: Backend> Loader<'a, B> {
     /// [`matrix`](Self::matrix) of each rule, with the bands of all of them under way at once: many small
     /// matrices load as fast as a large one.
     pub fn matrices(&self, rules: &[&WeightRule]) -> Result<Vec<B::Linear>> {
-        let (mut linears, mut slices) = (Vec::with_capacity(rules.len()), Vec::new());
-        for rule in rules {
-            let spec = self.slice(rule, linears.len(), &mut slices)?;
-            linears.push(self.backend.linear(spec)?);
-        }
+        let mut slices = Vec::new();
+        let specs = rules.iter().enumerate().map(|(matrix, rule)| self.slice(rule, matrix, &mut slices));
+        let mut linears = self.backend.linears(&specs.collect::<Result<Vec<_>>>()?)?;
         let packed_bytes = self.bands.pack(self.backend, &mut linears, &slices)?;
         let expected: usize = slices.iter().map(Slice::bytes).sum();
         assert_eq!(packed_bytes, expected, "invariant: a source gives every element that the rules name");

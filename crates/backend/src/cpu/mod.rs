@@ -129,8 +129,8 @@ impl Backend for CpuBackend {
         Ok(CpuVector(values.to_vec()))
     }
 
-    fn linear(&self, spec: LinearSpec) -> Result<PackedLinear> {
-        PackedLinear::new(&self.arena, spec)
+    fn linears(&self, specs: &[LinearSpec]) -> Result<Vec<PackedLinear>> {
+        specs.iter().map(|spec| PackedLinear::new(&self.arena, spec.clone())).collect()
     }
 
     fn pack_rows(&self, linear: &mut PackedLinear, first_row: usize, data: &[u8]) {

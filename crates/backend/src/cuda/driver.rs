@@ -38,7 +38,6 @@ function_table! {
         fill_bytes = c"cuMemsetD8Async" (Address, u8, usize, Handle);
         copy_in = c"cuMemcpyHtoDAsync_v2" (Address, *const c_void, usize, Handle);
         copy_out = c"cuMemcpyDtoHAsync_v2" (*mut c_void, Address, usize, Handle);
-        copy_within = c"cuMemcpyDtoDAsync_v2" (Address, Address, usize, Handle);
         allocate_host = c"cuMemHostAlloc" (*mut *mut c_void, usize, c_uint);
         free_host = c"cuMemFreeHost" (*mut c_void);
         stream_create = c"cuStreamCreate" (*mut Handle, c_uint);

@@ -16,11 +16,17 @@ const STAGING_BYTES: usize = 64 << 20;
 /// Entries of a list at first; then it doubles.
 const LIST_MIN: usize = 4096;
 
-/// Device memory of its own.
+/// Device memory of its own, or a part of such memory.
 pub(super) struct Buffer {
-    device: Rc<Device>,
+    memory: Rc<Memory>,
     address: Address,
     bytes: usize,
+}
+
+/// What the driver gave. Given back when nobody has a part of it any more.
+struct Memory {
+    device: Rc<Device>,
+    start: Address,
 }
 
 impl Buffer {
@@ -44,22 +50,48 @@ impl Buffer {
             return Err(BackendError::OutOfMemory { what: what.into(), bytes, hint });
         }
         device.check(code, "allocating memory")?;
-        let buffer = Self { device: Rc::clone(device), address, bytes };
+        let memory = Rc::new(Memory { device: Rc::clone(device), start: address });
         // SAFETY: the range was just allocated.
         let code = unsafe { (device.api.fill_bytes)(address, value, size, device.stream) };
         device.check(code, "clearing memory")?;
-        Ok(buffer)
+        Ok(Self { memory, address, bytes })
+    }
+
+    /// Zeroed memory in `count` parts of `bytes` bytes, one after another. Errors with what it is for.
+    pub fn parts(device: &Rc<Device>, bytes: usize, count: usize, what: &str) -> Result<Vec<Self>> {
+        let Self { memory, address, .. } = Self::zeroed(device, count * bytes, what)?;
+        let part = |index: usize| Self {
+            memory: Rc::clone(&memory),
+            address: address + (index * bytes) as u64,
+            bytes,
+        };
+        Ok((0..count).map(part).collect())
+    }
+
+    /// Parts that lie one after another, as one. Panics when they do not, or when there are none.
+    pub fn join(parts: Vec<Self>) -> Self {
+        let mut parts = parts.into_iter();
+        let mut joined = parts.next().expect("invariant: there is a part");
+        for part in parts {
+            let end = joined.address + joined.bytes as u64;
+            assert!(
+                Rc::ptr_eq(&part.memory, &joined.memory) && part.address == end,
+                "parts of one memory, in order"
+            );
+            joined.bytes += part.bytes;
+        }
+        joined
     }
 
     /// Queues filling it with `byte`.
     pub fn fill(&self, byte: u8) -> Result<()> {
+        let device = &self.memory.device;
         // SAFETY: the range is allocated.
-        let code =
-            unsafe { (self.device.api.fill_bytes)(self.address, byte, self.bytes, self.device.stream) };
-        self.device.check(code, "filling memory")
+        let code = unsafe { (device.api.fill_bytes)(self.address, byte, self.bytes, device.stream) };
+        device.check(code, "filling memory")
     }
 
-    /// Where it starts; aligned to 256 bytes.
+    /// Where it starts; aligned to 256 bytes unless it is a part.
     pub fn address(&self) -> Address {
         self.address
     }
@@ -68,29 +100,14 @@ impl Buffer {
     pub fn bytes(&self) -> usize {
         self.bytes
     }
-
-    /// Queues a copy of all of `from` to `offset`. Panics when it does not fit.
-    pub fn copy_from(&self, offset: usize, from: &Self) -> Result<()> {
-        assert!(offset + from.bytes <= self.bytes, "the copy lies inside the buffer");
-        // SAFETY: both ranges are allocated, by the assertion.
-        let code = unsafe {
-            (self.device.api.copy_within)(
-                self.address + offset as u64,
-                from.address,
-                from.bytes,
-                self.device.stream,
-            )
-        };
-        self.device.check(code, "copying on the device")
-    }
 }
 
-impl Drop for Buffer {
+impl Drop for Memory {
     fn drop(&mut self) {
         if self.device.may_free() {
-            // SAFETY: allocated by `zeroed` and freed once; the driver waits for what still uses it. An
+            // SAFETY: allocated by `Buffer::filled` and freed once; the driver waits for what still uses it. An
             // error here has been or will be reported by whatever uses the device.
-            unsafe { (self.device.api.free)(self.address) };
+            unsafe { (self.device.api.free)(self.start) };
         }
     }
 }

@@ -245,8 +245,8 @@ impl Backend for CudaBackend {
         CudaVector::new(&self.device, &mut self.staging.borrow_mut(), values, self.dtype)
     }
 
-    fn linear(&self, spec: LinearSpec) -> Result<CudaLinear> {
-        CudaLinear::new(&self.device, spec, self.dtype)
+    fn linears(&self, specs: &[LinearSpec]) -> Result<Vec<CudaLinear>> {
+        CudaLinear::all(&self.device, specs, self.dtype)
     }
 
     fn pack_rows(&self, linear: &mut CudaLinear, first_row: usize, data: &[u8]) {
@@ -271,7 +271,7 @@ impl Backend for CudaBackend {
     }
 
     fn experts(&self, experts: Vec<ExpertWeights<Self>>) -> Result<CudaExperts> {
-        CudaExperts::new(&self.device, &experts)
+        Ok(CudaExperts::new(experts))
     }
 
     fn moe_workspace(&self, shape: MoeShape) -> Result<CudaMoeWorkspace> {

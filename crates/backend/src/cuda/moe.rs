@@ -10,7 +10,7 @@ use super::driver::Address;
 use super::launch::{Args, Grid, Kernel, Module};
 use super::memory::Buffer;
 use super::ring::{self, RingPlan, TILES};
-use super::tensor::{CudaLinear, CudaTensor, VECTOR};
+use super::tensor::{CudaTensor, VECTOR};
 use crate::cuda::CudaBackend;
 use crate::{BackendError, ExpertWeights, MoeArgs, MoeShape, Result};
 use lockstep_core::DType;
@@ -45,32 +45,17 @@ pub struct CudaExperts {
 }
 
 impl CudaExperts {
-    /// Panics when the experts' shapes differ.
-    pub(super) fn new(device: &Rc<Device>, experts: &[ExpertWeights<CudaBackend>]) -> Result<Self> {
+    /// Panics when the experts' shapes differ, or when their matrices do not lie in one piece.
+    pub(super) fn new(experts: Vec<ExpertWeights<CudaBackend>>) -> Self {
         let first = experts.first().expect("invariant: a mixture has experts");
-        let (hidden, inner) = (first.gate_up.spec.in_features, first.down.spec.in_features);
-        let join = |part: fn(&ExpertWeights<CudaBackend>) -> &CudaLinear| {
-            let each = part(first).buffer.bytes();
-            let joined = Buffer::zeroed(device, each * experts.len(), "experts")?;
-            for (index, expert) in experts.iter().enumerate() {
-                let linear = part(expert);
-                assert_eq!(linear.spec.in_features, part(first).spec.in_features, "experts are of one shape");
-                assert_eq!(
-                    linear.spec.out_features,
-                    part(first).spec.out_features,
-                    "experts are of one shape"
-                );
-                joined.copy_from(index * each, &linear.buffer)?;
-            }
-            Ok::<_, BackendError>(joined)
-        };
-        Ok(Self {
-            gate_up: join(|expert| &expert.gate_up)?,
-            down: join(|expert| &expert.down)?,
-            count: experts.len(),
-            inner,
-            hidden,
-        })
+        let specs = (first.gate_up.spec.clone(), first.down.spec.clone());
+        let (count, hidden, inner) = (experts.len(), specs.0.in_features, specs.1.in_features);
+        let buffers = experts.into_iter().map(|ExpertWeights { gate_up, down }| {
+            assert_eq!((&gate_up.spec, &down.spec), (&specs.0, &specs.1), "experts are of one shape");
+            (gate_up.buffer, down.buffer)
+        });
+        let (gate_up, down) = buffers.unzip();
+        Self { gate_up: Buffer::join(gate_up), down: Buffer::join(down), count, inner, hidden }
     }
 }
 

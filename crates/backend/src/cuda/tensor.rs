@@ -79,8 +79,29 @@ pub struct CudaLinear {
 }
 
 impl CudaLinear {
-    /// Errors when the shape or type is none that the kernels take.
-    pub(super) fn new(device: &Rc<Device>, spec: LinearSpec, dtype: DType) -> Result<Self> {
+    /// One for each of `specs`; those of one shape lie one after another. Errors when a shape or type is none that the
+    /// kernels take.
+    pub(super) fn all(device: &Rc<Device>, specs: &[LinearSpec], dtype: DType) -> Result<Vec<Self>> {
+        // Of each shape, the parts of its memory that no matrix has yet.
+        let mut shapes: Vec<(&LinearSpec, std::vec::IntoIter<Buffer>)> = Vec::new();
+        let mut linear = |spec| {
+            let index = match shapes.iter().position(|(of, _)| *of == spec) {
+                Some(index) => index,
+                None => {
+                    Self::check(spec, dtype)?;
+                    let bytes = spec.out_features * spec.in_features * dtype.size_bytes();
+                    let count = specs.iter().filter(|other| *other == spec).count();
+                    shapes.push((spec, Buffer::parts(device, bytes, count, "weights")?.into_iter()));
+                    shapes.len() - 1
+                }
+            };
+            let buffer = shapes[index].1.next().expect("invariant: a part for each matrix of a shape");
+            Ok(Self { buffer, spec: spec.clone() })
+        };
+        specs.iter().map(&mut linear).collect()
+    }
+
+    fn check(spec: &LinearSpec, dtype: DType) -> Result<()> {
         if spec.dtype != dtype {
             return Err(BackendError::Unsupported(format!(
                 "a matrix of {} for kernels of {}; load weights as {}",
@@ -96,8 +117,7 @@ impl CudaLinear {
                 spec.in_features
             )));
         }
-        let bytes = spec.out_features * spec.in_features * dtype.size_bytes();
-        Ok(Self { buffer: Buffer::zeroed(device, bytes, "weights")?, spec })
+        Ok(())
     }
 
     /// Copies whole rows. Panics when they do not fit.

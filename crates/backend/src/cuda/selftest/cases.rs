@@ -65,16 +65,26 @@ pub(super) const ALL: &[Operation] = operations![
 
 /// A matrix and its rows, scaled so that products are about 1.
 fn linear<P: Probe>(backend: &mut P, random: &mut Random, out: usize, inputs: usize) -> Result<P::Linear> {
+    let mut linear = backend.linear(LinearSpec::single_leaf(out, inputs, random.dtype))?;
+    pack(backend, random, (out, inputs), &mut linear);
+    Ok(linear)
+}
+
+/// Gives a matrix of `out` rows its rows.
+fn pack<P: Probe>(
+    backend: &mut P,
+    random: &mut Random,
+    (out, inputs): (usize, usize),
+    linear: &mut P::Linear,
+) {
     let dtype = random.dtype;
-    let mut linear = backend.linear(LinearSpec::single_leaf(out, inputs, dtype))?;
     let scale = 1.0 / (inputs as f32).sqrt();
     let rows: Vec<f32> = random.values(out * inputs).iter().map(|v| v * scale).collect();
     let bytes = narrowed(&rows, dtype);
     // In two bands, as a loader gives them.
     let cut = out / 2 * inputs * dtype.size_bytes();
-    backend.pack_rows(&mut linear, 0, &bytes[..cut]);
-    backend.pack_rows(&mut linear, out / 2, &bytes[cut..]);
-    Ok(linear)
+    backend.pack_rows(linear, 0, &bytes[..cut]);
+    backend.pack_rows(linear, out / 2, &bytes[cut..]);
 }
 
 fn embed<P: Probe>(backend: &mut P, mut random: Random) -> Case {
@@ -366,14 +376,16 @@ fn moe<P: Probe>(backend: &mut P, mut random: Random) -> Case {
     let (rows, hidden, inner) = random.pick(&[few, many]);
     let experts = 1 + random.pick(&[3, 8, 40]).min(random.below(41));
     let per_token = 1 + random.below(experts.min(8));
-    let parts = (0..experts)
-        .map(|_| {
-            Ok(ExpertWeights {
-                gate_up: linear(backend, &mut random, 2 * inner, hidden)?,
-                down: linear(backend, &mut random, hidden, inner)?,
-            })
-        })
-        .collect::<Result<Vec<_>>>()?;
+    let shapes = [(2 * inner, hidden), (hidden, inner)];
+    let specs = shapes.map(|(out, inputs)| LinearSpec::single_leaf(out, inputs, random.dtype));
+    let specs: Vec<_> = std::iter::repeat_n(specs, experts).flatten().collect();
+    let mut matrices = backend.linears(&specs)?.into_iter();
+    let mut parts = Vec::with_capacity(experts);
+    while let (Some(mut gate_up), Some(mut down)) = (matrices.next(), matrices.next()) {
+        pack(backend, &mut random, shapes[0], &mut gate_up);
+        pack(backend, &mut random, shapes[1], &mut down);
+        parts.push(ExpertWeights { gate_up, down });
+    }
     let parts = backend.experts(parts)?;
     let shape = MoeShape {
         rows_max: rows,
