@@ -54,6 +54,26 @@ pub fn comm(flags: &CommFlags) -> Result<()> {
     }
 }
 
+/// What a few sums over the first `ranks` GPUs take, for `lockstep doctor`: names and values. The end of a half layer of one
+/// token and of 128, of 4,096 columns, and 64 MiB.
+pub fn few_sums(ranks: usize) -> Result<Vec<(String, String)>> {
+    let half_layer = |rows: usize| SumSize { rows, cols: 4096, with_norm: true };
+    let large =
+        SumSize { rows: 64 << 10, cols: PLAIN_ROW_BYTES / DType::Bf16.size_bytes(), with_norm: false };
+    let sizes = [half_layer(1), half_layer(128), large];
+    let samples = measured(ranks, &GpuPlan::default(), DType::Bf16, &sizes)
+        .map_err(|e| CliError::new(e.exit_code(), e.to_string()))?;
+    let line = |(size, sample): (&SumSize, &Sample)| {
+        let what = if size.with_norm { "with add and norm" } else { "alone" };
+        let times =
+            (0..WAYS.len()).filter_map(|way| Some(format!("{} {:.1} us", WAYS[way], sample.micros[way]?)));
+        let verdict = if is_right(sample, DType::Bf16) { "" } else { "; THE SUM IS WRONG" };
+        let name = format!("sum of {ranks} GPUs, {} KiB {what}", sample.bytes >> 10);
+        (name, format!("{}{verdict}", times.collect::<Vec<_>>().join(", ")))
+    };
+    Ok(sizes.iter().zip(&samples).map(line).collect())
+}
+
 fn checked(flags: &CommFlags) -> anyhow::Result<(GpuPlan, DType)> {
     anyhow::ensure!(flags.tp >= 2, "--tp {} sums nothing; give at least 2", flags.tp);
     anyhow::ensure!(

@@ -6,7 +6,7 @@ mod engine;
 mod random;
 mod serve;
 
-pub use comm::comm;
+pub use comm::{comm, few_sums};
 pub use decode::decode;
 pub use engine::{latency, offline};
 pub use serve::serve;

@@ -1,6 +1,7 @@
 //! GPUs: what the driver finds, which libraries there are, how the GPUs are linked, and how fast they are.
 
 use super::{Section, Verdict, gib};
+use crate::bench;
 use lockstep_backend::cuda::survey::{self, Link, Survey};
 use lockstep_backend::cuda::{self, speed};
 
@@ -39,6 +40,14 @@ pub(super) fn examine(quick: bool, show: &mut dyn FnMut(Section)) -> Verdict {
                 section.line(format!("GPU {index}"), error.to_string());
                 failure = error.to_string();
             }
+        }
+    }
+    // Ranks are 2, 4 or 8 where sums are made by our own kernels.
+    let ranks = [8, 4, 2].into_iter().find(|ranks| *ranks <= usable && usable == survey.gpus.len());
+    if let Some(ranks) = ranks.filter(|_| !quick) {
+        match bench::few_sums(ranks) {
+            Ok(lines) => lines.into_iter().for_each(|(name, value)| section.line(name, value)),
+            Err(error) => section.line(format!("sum of {ranks} GPUs"), error.message),
         }
     }
     show(section);

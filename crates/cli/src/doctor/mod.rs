@@ -9,6 +9,7 @@ mod cuda;
 use crate::error::{CliError, Result};
 use crate::flags::DoctorFlags;
 use crate::logging;
+use lockstep_comm::NcclCollective;
 use lockstep_core::ExitCode;
 
 /// What a section has found.
@@ -50,6 +51,8 @@ pub fn run(flags: &DoctorFlags) -> Result<()> {
         let sentence = format!("--device {} is not known; use auto, cpu or cuda", flags.device);
         return Err(CliError::new(ExitCode::Flags, sentence));
     }
+    // SAFETY: nothing of CUDA is open yet, and this program has no other thread.
+    unsafe { NcclCollective::prepare_environment() };
     let mut sections = Vec::new();
     let mut show = |section: Section| {
         if !flags.json {
