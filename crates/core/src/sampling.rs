@@ -85,6 +85,15 @@ impl SamplingParams {
         self.follows_output() || !self.logit_bias.is_empty() || self.allowed_token_ids.is_some()
     }
 
+    /// Whether a grammar, and nothing else, changes logits.
+    pub fn is_only_masked(&self) -> bool {
+        self.grammar.is_some()
+            && !self.has_penalties()
+            && self.bad_words.is_empty()
+            && self.logit_bias.is_empty()
+            && self.allowed_token_ids.is_none()
+    }
+
     /// Bytes of what it says about single tokens and of its grammar.
     pub fn rule_bytes(&self) -> usize {
         let grammar = match &self.grammar {

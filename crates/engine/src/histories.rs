@@ -149,6 +149,16 @@ impl History {
         self.matcher.apply(logits, eos_tokens);
     }
 
+    /// The largest of these logits, from token `first_id` on, that the request's grammar allows next.
+    pub(crate) fn best(
+        &self,
+        logits: &[f32],
+        first_id: usize,
+        eos_tokens: &[TokenId],
+    ) -> Option<(f32, usize)> {
+        self.matcher.best(logits, first_id, eos_tokens)
+    }
+
     /// A token was chosen by `row`. The error is a bug: the plan and this rank know different tokens.
     pub(crate) fn push(&mut self, row: &PlanRow, token: TokenId) -> Result<()> {
         if self.output_len != row.output_index as usize {

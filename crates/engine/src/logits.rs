@@ -1,9 +1,9 @@
 //! From this rank's logits to the step's tokens, equal on all ranks of the TP group.
 //!
-//! A step in which every row takes the most likely token exchanges (logit, id) pairs only; otherwise whole rows
-//! of logits are gathered and every rank does the same with them. The order for one row: the log-probabilities
-//! (from the logits as they are), then allowed tokens, the grammar or end tokens before `min_tokens`, bias,
-//! penalties, bad words, and the sampler.
+//! A step in which every row takes the most likely token, of all or of those that its grammar allows, exchanges
+//! (logit, id) pairs only; otherwise whole rows of logits are gathered and every rank does the same with them. The
+//! order for one row: the log-probabilities (from the logits as they are), then allowed tokens, the grammar or end
+//! tokens before `min_tokens`, bias, penalties, bad words, and the sampler.
 
 use crate::grammars::GrammarSource;
 use crate::histories::Histories;
@@ -126,7 +126,7 @@ impl LogitsReader {
         chosen: &mut Chosen,
     ) -> Result<()> {
         match takes_only_best(plan, rows) {
-            true => self.choose_greedy(local, rows.len(), collective, &mut chosen.tokens),
+            true => self.choose_greedy(local, plan, rows, collective, &mut chosen.tokens),
             false => {
                 let count = rows.last().map_or(0, |last| last.first + last.count);
                 self.gather(local, count, collective)?;
@@ -139,27 +139,37 @@ impl LogitsReader {
     fn choose_greedy(
         &mut self,
         local: &[f32],
-        count: usize,
+        plan: &StepPlan,
+        rows: &[LogitRow],
         collective: &dyn Collective,
         tokens: &mut Vec<TokenId>,
     ) -> Result<()> {
         self.row.clear();
-        for logits in local.chunks_exact(self.local_vocab).take(count) {
-            let (logit, column) = argmax(&logits[..self.local_real]).unwrap_or((f32::NEG_INFINITY, 0));
+        for (row, logits) in rows.iter().zip(local.chunks_exact(self.local_vocab)) {
+            let (row, logits) = (&plan.rows[row.row], &logits[..self.local_real]);
+            let best = match row.sampling.grammar {
+                None => argmax(logits),
+                Some(_) => self.histories.of(row)?.best(logits, self.first_id, &self.eos_tokens),
+            };
+            let (logit, column) = best.unwrap_or((f32::NEG_INFINITY, 0));
             // The id travels as the bits of an f32: gathers copy bytes, never values.
             self.row.extend([logit, f32::from_bits((self.first_id + column) as u32)]);
         }
         self.gathered.clear();
         self.gathered.resize(self.row.len() * collective.size(), 0.0);
         collective.all_gather_f32(&self.row, &mut self.gathered).map_err(EngineError::from)?;
-        for row in 0..count {
+        for (at, row) in rows.iter().enumerate() {
             let mut best = (f32::NEG_INFINITY, 0);
             for rank in 0..collective.size() {
-                let at = (rank * count + row) * 2;
+                let at = (rank * rows.len() + at) * 2;
                 // Ranks hold ascending ids, so a strict comparison keeps the smaller id on ties.
                 if self.gathered[at] > best.0 {
                     best = (self.gathered[at], self.gathered[at + 1].to_bits());
                 }
+            }
+            let row = &plan.rows[row.row];
+            if row.sampling.follows_output() {
+                self.histories.of(row)?.push(row, best.1)?;
             }
             tokens.push(best.1);
         }
@@ -298,18 +308,21 @@ fn takes_only_best(plan: &StepPlan, rows: &[LogitRow]) -> bool {
     rows.iter().all(|row| takes_most_likely(&plan.rows[row.row]))
 }
 
-/// Whether a row wants nothing but the most likely token.
+/// Whether a row wants nothing but the most likely token, of all or of those that its grammar allows.
 fn takes_most_likely(row: &PlanRow) -> bool {
-    row.sampling.is_greedy() && leaves_logits(row)
+    // A grammar says where the answer ends, so `min_tokens` does not.
+    row.sampling.is_greedy() && (leaves_logits(row) || row.sampling.is_only_masked() && reports_nothing(row))
+}
+
+/// Whether a row wants no log-probabilities.
+fn reports_nothing(row: &PlanRow) -> bool {
+    row.sampling.logprobs.is_none() && !row.prompt_logits
 }
 
 /// Whether a row wants nothing but a token, chosen from the logits as the model gave them.
 pub(crate) fn leaves_logits(row: &PlanRow) -> bool {
     let params = &*row.sampling;
-    row.output_index >= params.min_tokens
-        && params.logprobs.is_none()
-        && !row.prompt_logits
-        && !params.changes_logits()
+    row.output_index >= params.min_tokens && reports_nothing(row) && !params.changes_logits()
 }
 
 /// Makes every token that would end the request impossible.

@@ -5,6 +5,7 @@
 //! a millisecond. Every rank computes every mask.
 
 use crate::grammars::GrammarSource;
+use lockstep_backend::sampler::argmax;
 use lockstep_core::{Grammar, TokenId};
 use lockstep_grammar::Matcher;
 use std::thread::Scope;
@@ -23,6 +24,19 @@ impl MatcherSlot {
     pub(crate) fn apply(&self, logits: &mut [f32], eos_tokens: &[TokenId]) {
         if let Some(matcher) = &self.matcher {
             matcher.apply(logits, eos_tokens);
+        }
+    }
+
+    /// The largest logit that [`apply`](Self::apply) would leave, as [`Matcher::best`].
+    pub(crate) fn best(
+        &self,
+        logits: &[f32],
+        first_id: usize,
+        eos_tokens: &[TokenId],
+    ) -> Option<(f32, usize)> {
+        match &self.matcher {
+            None => argmax(logits),
+            Some(matcher) => matcher.best(logits, first_id, eos_tokens),
         }
     }
 

@@ -60,6 +60,38 @@ impl Matcher {
         }
     }
 
+    /// The largest logit that [`apply`](Self::apply) would leave, and its index in `logits`, which begin at token
+    /// `first_id` of the vocabulary; ties go to the smaller index, NaN never wins. `None` when nothing is left that is
+    /// larger than negative infinity.
+    pub fn best(&self, logits: &[f32], first_id: usize, eos_tokens: &[TokenId]) -> Option<(f32, usize)> {
+        let mut best = (f32::NEG_INFINITY, usize::MAX);
+        for (index, part) in logits.chunks(32).enumerate() {
+            let bits = self.allowed(first_id + 32 * index, eos_tokens);
+            if bits == 0 || largest(part, bits) <= best.0 {
+                continue;
+            }
+            for (bit, &logit) in part.iter().enumerate() {
+                if bits >> bit & 1 == 1 && logit > best.0 {
+                    best = (logit, 32 * index + bit);
+                }
+            }
+        }
+        (best.1 != usize::MAX).then_some(best)
+    }
+
+    /// Which of the 32 tokens from `first` on are allowed, a bit each.
+    fn allowed(&self, first: usize, eos_tokens: &[TokenId]) -> u32 {
+        let Some(mask) = &self.mask else {
+            let bits = eos_tokens.iter().filter_map(|&id| (id as usize).checked_sub(first));
+            return bits.filter(|bit| *bit < 32).fold(0, |bits, bit| bits | 1 << bit);
+        };
+        let word = |at: usize| mask.as_slice().get(at).copied().unwrap_or(0);
+        match first % 32 {
+            0 => word(first / 32),
+            shift => word(first / 32) >> shift | word(first / 32 + 1) << (32 - shift),
+        }
+    }
+
     /// These tokens were chosen.
     pub fn push(&mut self, tokens: &[TokenId]) {
         self.mask = None;
@@ -69,6 +101,18 @@ impl Matcher {
             tracing::warn!("a grammar failed and ends its answer: {error}");
         }
     }
+}
+
+/// The largest of at most 32 logits whose bit is set; eight at a time, so that vector instructions can do it.
+fn largest(logits: &[f32], bits: u32) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; 8];
+    for (part, eight) in logits.chunks(8).enumerate() {
+        for (lane, &logit) in eight.iter().enumerate() {
+            let logit = if bits & (1 << (8 * part + lane)) != 0 { logit } else { f32::NEG_INFINITY };
+            lanes[lane] = if logit > lanes[lane] { logit } else { lanes[lane] };
+        }
+    }
+    lanes.into_iter().fold(f32::NEG_INFINITY, f32::max)
 }
 
 fn keep_only(logits: &mut [f32], tokens: &[TokenId]) {

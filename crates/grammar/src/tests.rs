@@ -132,3 +132,41 @@ fn hostile_grammars_cost_their_own_request_only() {
     matcher.push(&bytes("{\"p7\":\"x\",\""));
     assert_eq!(allowed(&mut matcher), [u32::from(b'p')]);
 }
+
+#[test]
+fn the_best_of_a_shard_is_the_largest_that_the_mask_leaves() {
+    let matchers = [
+        grammars().matcher(&Grammar::Regex("[a-z \"]*".into())),
+        grammars().matcher(&Grammar::Choice(vec!["yes".into(), "true".into()])),
+        grammars().matcher(&Grammar::Regex("(.|\n)*".into())),
+    ];
+    for mut matcher in matchers {
+        // Before a mask is computed, as after a failure, only the end token is allowed.
+        for round in 0..2 {
+            for seed in 0..40u32 {
+                // Few values, so that there are ties; NaN and both infinities among them.
+                let value = |id: u32| match id.wrapping_mul(2_654_435_761).wrapping_add(seed * 97) >> 7 & 15 {
+                    0 => f32::NAN,
+                    1 => f32::NEG_INFINITY,
+                    2 if seed % 5 == 0 => f32::INFINITY,
+                    step => step as f32 - 8.0,
+                };
+                let logits: Vec<f32> = (0..260).map(value).collect();
+                let mut masked = logits.clone();
+                matcher.apply(&mut masked, &[EOS]);
+                for (first, end) in [(0, 260), (0, 100), (100, 260), (33, 97), (64, 128), (255, 260)] {
+                    let mut want = None;
+                    for (at, &logit) in masked[first..end].iter().enumerate() {
+                        if logit > want.map_or(f32::NEG_INFINITY, |(best, _)| best) {
+                            want = Some((logit, at));
+                        }
+                    }
+                    assert_eq!(matcher.best(&logits[first..end], first, &[EOS]), want, "{first}..{end}");
+                }
+            }
+            if round == 0 {
+                matcher.compute_mask();
+            }
+        }
+    }
+}
