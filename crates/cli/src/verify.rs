@@ -95,7 +95,10 @@ fn compared(flags: &VerifyFlags, subject: &WholeSource<'_>, options: &Options) -
     if show {
         let _ = write!(std::io::stderr(), "\r\x1b[K");
     }
-    let found: Report = found.map_err(CliError::with(ExitCode::Internal))?;
+    let found: Report = found.map_err(|error| {
+        let message = error.to_string();
+        CliError::new(error.exit_code(), message)
+    })?;
     crate::say(&match flags.json {
         true => serde_json::to_string_pretty(&found).map_err(CliError::with(ExitCode::Internal))? + "\n",
         false => report::render(&found),
@@ -174,8 +177,27 @@ fn prompts(flags: &VerifyFlags, path: &Path, config: &ModelConfig) -> Result<Vec
         }
         (file, _) => encoded(file.as_deref(), path)?,
     };
-    for prompt in &mut prompts {
+    for (index, prompt) in prompts.iter_mut().enumerate() {
+        if flags.prompts.is_some() && prompt.len() > room {
+            let sentence = format!(
+                "prompt {} of --prompts has {} tokens; the model's {} positions leave {room} beside --tokens {}; shorten it",
+                index + 1,
+                prompt.len(),
+                config.max_position,
+                flags.tokens
+            );
+            return Err(CliError::new(ExitCode::Flags, sentence));
+        }
+        // Only our own prompts are cut: any length of them will do.
         prompt.truncate(room);
+        if let Some(token) = prompt.iter().find(|token| **token as usize >= config.vocab_size) {
+            let sentence = format!(
+                "the tokenizer gives token id {token}, outside the model's vocabulary of {}; its files belong to \
+                 another model",
+                config.vocab_size
+            );
+            return Err(CliError::new(ExitCode::ModelFiles, sentence));
+        }
     }
     Ok(prompts)
 }

@@ -91,6 +91,21 @@ fn verify_passes_on_a_sound_model_and_says_what_it_compared() {
     let output = verify(&["--model", &model, "--tp", "2", "--tokens", "3", "--json"]);
     let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(report["comparisons"][0]["promise"], "bit_equal");
+
+    // What is asked for is checked as it is, or not at all.
+    std::fs::write(&prompts, format!("w1\n{}\n", "w2 ".repeat(600))).expect("the folder is writable");
+    let output = verify(&["--model", &model, "--tokens", "5", "--prompts", &prompts]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && text.contains("prompt 2 of --prompts has"), "{output:?}");
+}
+
+#[test]
+fn verify_tells_bad_model_files_from_broken_promises() {
+    let temp = lockstep_testkit::TempDir::new("verify-files");
+    let model =
+        lockstep_testkit::Fixture::named("load_missing").write_into(temp.path()).display().to_string();
+    let output = verify(&["--model", &model, "--tp", "1,2", "--tokens", "2"]);
+    assert_eq!(output.status.code(), Some(3), "{output:?}");
 }
 
 #[test]

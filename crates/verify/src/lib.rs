@@ -30,8 +30,9 @@ pub use session::verify;
 pub use subject::{Subject, WholeSource};
 
 use lockstep_backend::cuda::{CudaBackend, CudaOptions};
-use lockstep_core::{ParallelInfo, TokenId};
-use lockstep_engine::GpuPlan;
+use lockstep_core::{ExitCode, ParallelInfo, TokenId};
+use lockstep_engine::{EngineError, GpuPlan};
+use lockstep_model::ModelError;
 use serde::Serialize;
 
 /// Why nothing could be verified, or one run failed.
@@ -58,6 +59,19 @@ pub enum VerifyError {
     /// What was asked for makes no sense.
     #[error("{0}")]
     Invalid(String),
+}
+
+impl VerifyError {
+    /// What a command that ends by it should exit with: as a server would.
+    pub fn exit_code(self) -> ExitCode {
+        match self {
+            Self::Model(error) => EngineError::from(error).exit_code(),
+            Self::Backend(error) => EngineError::from(ModelError::from(error)).exit_code(),
+            Self::Engine(error) => error.exit_code(),
+            Self::Invalid(_) => ExitCode::Flags,
+            Self::Collective(_) | Self::Panicked(_) | Self::Ended => ExitCode::Internal,
+        }
+    }
 }
 
 /// Result of this crate.

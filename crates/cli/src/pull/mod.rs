@@ -57,12 +57,13 @@ pub fn run(flags: &PullFlags) -> crate::error::Result<()> {
     let Some(name) = &flags.name else {
         for model in catalogue::MODELS {
             let Model { name, about, licence, size_bytes, .. } = model;
-            println!("{name:20} {:>5} MB  {about} (licence {licence})", size_bytes / 1_000_000);
+            let size = size_bytes / 1_000_000;
+            crate::say(&format!("{name:20} {size:>5} MB  {about} (licence {licence})\n"));
         }
         return Ok(());
     };
     let path = pull(name, &cache_dir(flags.cache_dir.clone()), progress::for_stderr().as_mut())?;
-    println!("{}", path.display());
+    crate::say(&format!("{}\n", path.display()));
     Ok(())
 }
 
