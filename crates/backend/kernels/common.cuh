@@ -64,6 +64,15 @@ __device__ __forceinline__ void unpack(const uint4& raw, float* out) {
   }
 }
 
+// VEC floats as the elements of a 16-byte register, rounded.
+__device__ __forceinline__ uint4 packed(const float* x) {
+#if ELEM == 0
+  return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+#else
+  return make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]), pack2(x[6], x[7]));
+#endif
+}
+
 __device__ __forceinline__ uint4 load16(const elem* p) { return *(const uint4*)p; }
 
 // A weight: read once, so it leaves the first-level cache to the activations.
@@ -83,7 +92,7 @@ __device__ __forceinline__ void store8(elem* p, const float* x) {
   *(float4*)p = make_float4(x[0], x[1], x[2], x[3]);
   *(float4*)(p + 4) = make_float4(x[4], x[5], x[6], x[7]);
 #else
-  *(uint4*)p = make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]), pack2(x[6], x[7]));
+  *(uint4*)p = packed(x);
 #endif
 }
 __device__ __forceinline__ void load8_f32(const float* p, float* out) {

@@ -131,14 +131,6 @@ template <int FIRST, int COUNT> __device__ __forceinline__ void add_tree(const u
   }
 }
 
-__device__ __forceinline__ uint4 packed(const float* x) {
-#if ELEM == 0
-  return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
-#else
-  return make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]), pack2(x[6], x[7]));
-#endif
-}
-
 // The sum of all ranks' vector at `offset` of the slots, of which the others' arrive in this rank's inbox.
 __device__ __forceinline__ void sum_arriving(const Peers& peers, u64 own, u32 turn, u32 offset, const uint4& mine, float* sum, u32 kind, u32 bytes) {
   uint4 v[RANKS];

@@ -5,7 +5,7 @@
 //! other crate may use this one; this one uses none of them.
 //!
 //! Reading order: [`ids`], [`parallel`], [`config`], [`shard`], [`sampling`], [`refusal`],
-//! [`exit`], [`limits`], [`folders`].
+//! [`exit`], [`limits`], [`folders`], [`random`].
 
 pub mod config;
 pub mod dtype;
@@ -14,6 +14,7 @@ pub mod folders;
 pub mod ids;
 pub mod limits;
 pub mod parallel;
+pub mod random;
 pub mod refusal;
 pub mod sampling;
 pub mod shard;

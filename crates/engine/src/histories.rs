@@ -144,19 +144,9 @@ impl History {
         self.tail.drain(..self.tail.len().saturating_sub(self.tail_len_max));
     }
 
-    /// Makes impossible what the request's grammar does not allow next.
-    pub(crate) fn mask(&self, logits: &mut [f32], eos_tokens: &[TokenId]) {
-        self.matcher.apply(logits, eos_tokens);
-    }
-
-    /// The largest of these logits, from token `first_id` on, that the request's grammar allows next.
-    pub(crate) fn best(
-        &self,
-        logits: &[f32],
-        first_id: usize,
-        eos_tokens: &[TokenId],
-    ) -> Option<(f32, usize)> {
-        self.matcher.best(logits, first_id, eos_tokens)
+    /// What the request's grammar allows next.
+    pub(crate) fn matcher(&self) -> &MatcherSlot {
+        &self.matcher
     }
 
     /// A token was chosen by `row`. The error is a bug: the plan and this rank know different tokens.

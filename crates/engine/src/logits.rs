@@ -149,7 +149,7 @@ impl LogitsReader {
             let (row, logits) = (&plan.rows[row.row], &logits[..self.local_real]);
             let best = match row.sampling.grammar {
                 None => argmax(logits),
-                Some(_) => self.histories.of(row)?.best(logits, self.first_id, &self.eos_tokens),
+                Some(_) => self.histories.of(row)?.matcher().best(logits, self.first_id, &self.eos_tokens),
             };
             let (logit, column) = best.unwrap_or((f32::NEG_INFINITY, 0));
             // The id travels as the bits of an f32: gathers copy bytes, never values.
@@ -256,7 +256,7 @@ impl LogitsReader {
         }
         if params.grammar.is_some() {
             // It says where the answer ends, so `min_tokens` does not.
-            self.histories.of(row)?.mask(&mut self.adjusted, &self.eos_tokens);
+            self.histories.of(row)?.matcher().apply(&mut self.adjusted, &self.eos_tokens);
         } else if is_early {
             mask_end_tokens(&mut self.adjusted, &self.eos_tokens, params);
         }

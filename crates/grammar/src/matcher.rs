@@ -40,15 +40,9 @@ impl Matcher {
     /// Makes impossible what the computed mask does not allow; everything but `eos_tokens` when the grammar has
     /// failed. Needs a [`compute_mask`](Self::compute_mask) since the last [`push`](Self::push).
     pub fn apply(&self, logits: &mut [f32], eos_tokens: &[TokenId]) {
-        let Some(mask) = &self.mask else {
-            return keep_only(logits, eos_tokens);
-        };
-        let words = mask.as_slice();
-        let covered = logits.len().min(words.len() * 32);
-        logits[covered..].fill(f32::NEG_INFINITY);
-        for (part, &word) in logits.chunks_mut(32).zip(words) {
+        for (index, part) in logits.chunks_mut(32).enumerate() {
             // Most words of most masks allow nothing at all.
-            match word {
+            match self.allowed(32 * index, eos_tokens) {
                 0 => part.fill(f32::NEG_INFINITY),
                 u32::MAX => {}
                 bits => {
@@ -113,12 +107,4 @@ fn largest(logits: &[f32], bits: u32) -> f32 {
         }
     }
     lanes.into_iter().fold(f32::NEG_INFINITY, f32::max)
-}
-
-fn keep_only(logits: &mut [f32], tokens: &[TokenId]) {
-    for (id, logit) in logits.iter_mut().enumerate() {
-        if !tokens.contains(&(id as TokenId)) {
-            *logit = f32::NEG_INFINITY;
-        }
-    }
 }

@@ -7,6 +7,7 @@ use crate::Result;
 use crate::rules::ModelRules;
 use crate::source::{WeightSource, missing};
 use half::f16;
+use lockstep_core::random::splitmix64;
 use lockstep_core::shard::{Group, Piece, WeightRule};
 use lockstep_core::{DType, ModelConfig};
 use std::collections::{HashMap, HashSet};
@@ -69,12 +70,9 @@ fn distribution(config: &ModelConfig, rule: &WeightRule) -> (f32, f32) {
     }
 }
 
-/// The finaliser of splitmix64 (Steele et al. 2014).
-fn mix(mut z: u64) -> u64 {
-    z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+/// The first number of the stream of `seed`.
+fn mix(mut seed: u64) -> u64 {
+    splitmix64(&mut seed)
 }
 
 /// The numbers of one row of a tensor: two hashes of its place, from which its elements follow.

@@ -12,7 +12,9 @@ use lockstep_backend::cpu::{CpuBackend, CpuOptions};
 use lockstep_backend::{Backend, KvLayout};
 use lockstep_comm::NcclCollective;
 use lockstep_comm::collective::Collective;
-use lockstep_comm::shm::{AbortHandle, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions};
+use lockstep_comm::shm::{
+    AbortHandle, AbortOnPanic, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions,
+};
 use lockstep_core::shard::HeadShard;
 use lockstep_core::{DType, ModelConfig, ParallelInfo, TokenId};
 use lockstep_engine::gpu::{self, GpuPlan, Joined};
@@ -209,25 +211,14 @@ impl Group {
 
 /// One rank's thread: loads, then runs what comes.
 fn attend(spec: Spec<'_>, rank: usize, region: Arc<SharedRegion>, jobs: &Receiver<Job>) {
-    let _guard = AbortOnPanic(Arc::clone(&region), rank);
+    let guard = AbortOnPanic { abort: AbortHandle::of(Arc::clone(&region)), rank };
     let mut seat = load(spec, rank, &region);
     if let Err(error) = &seat {
         // The first run will hear of it; the other ranks must not wait.
-        AbortHandle::of(region).abort(&format!("rank {rank}: {error}"));
+        guard.abort.abort(&format!("rank {rank}: {error}"));
     }
     while let Ok(job) = jobs.recv() {
         seat = job(seat);
-    }
-}
-
-/// Lets the other ranks go when this one's thread unwinds.
-struct AbortOnPanic(Arc<SharedRegion>, usize);
-
-impl Drop for AbortOnPanic {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            AbortHandle::of(Arc::clone(&self.0)).abort(&format!("rank {} panicked", self.1));
-        }
     }
 }
 

@@ -43,6 +43,14 @@ pub struct Sample {
     pub error_max: f64,
 }
 
+/// One sum and how it is formed.
+#[derive(Clone, Copy)]
+struct Sum<'a> {
+    collective: &'a dyn Collective,
+    size: SumSize,
+    way: Way,
+}
+
 /// The tensors of one size.
 struct Tensors {
     partial: CudaTensor,
@@ -75,23 +83,18 @@ impl CudaBackend {
                 (Some(peers), _) => !with_norm || peers.takes_rows(cols),
             };
             if is_there {
-                let (is_equal, error) = self.check_way(collective, group, size, way, &mut tensors)?;
+                let sum = Sum { collective, size, way };
+                let (is_equal, error) = self.check_way(sum, group, &mut tensors)?;
                 sample.is_equal &= is_equal;
                 sample.error_max = sample.error_max.max(error);
-                sample.micros[index] = Some(self.time_way(collective, group, size, way, &mut tensors)?);
+                sample.micros[index] = Some(self.time_way(sum, group, &mut tensors)?);
             }
         }
         Ok(sample)
     }
 
-    /// Queues one sum of `tensors` by `way`.
-    fn queue_way(
-        &self,
-        collective: &dyn Collective,
-        size: SumSize,
-        way: Way,
-        tensors: &Tensors,
-    ) -> Result<()> {
+    /// Queues one sum of `tensors`.
+    fn queue_way(&self, Sum { collective, size, way }: Sum<'_>, tensors: &Tensors) -> Result<()> {
         let Tensors { partial, residual, out, weight } = tensors;
         let args = ReduceAddNorm { bias: None, post_norm: None, norm_weight: weight, norm_eps: 1e-6 };
         let peers = self.peers.as_deref().filter(|_| way != Way::Library);
@@ -121,12 +124,11 @@ impl CudaBackend {
     /// Sums known values once; gives whether all ranks have the same bits, and the error.
     fn check_way(
         &mut self,
-        collective: &dyn Collective,
+        sum: Sum<'_>,
         group: &mut dyn ProcessGroup,
-        size: SumSize,
-        way: Way,
         tensors: &mut Tensors,
     ) -> Result<(bool, f64)> {
+        let Sum { collective, size, .. } = sum;
         let count = size.rows * size.cols;
         let mine: Vec<f32> = (0..count).map(|i| value(collective.rank(), i)).collect();
         self.write(&mut tensors.partial, &mine)?;
@@ -135,7 +137,7 @@ impl CudaBackend {
         }
         self.wait()?;
         group.barrier(Patience::Idle)?;
-        self.queue_way(collective, size, way, tensors)?;
+        self.queue_way(sum, tensors)?;
         let sums = if size.with_norm { &tensors.residual } else { &tensors.partial };
         let sums = self.read(sums, size.rows)?.into_owned();
         let mut hash = hash_of(&sums);
@@ -156,22 +158,15 @@ impl CudaBackend {
     }
 
     /// Microseconds of a sum of zeros, which stay zeros however often they are summed.
-    fn time_way(
-        &mut self,
-        collective: &dyn Collective,
-        group: &mut dyn ProcessGroup,
-        size: SumSize,
-        way: Way,
-        tensors: &mut Tensors,
-    ) -> Result<f64> {
+    fn time_way(&mut self, sum: Sum<'_>, group: &mut dyn ProcessGroup, tensors: &mut Tensors) -> Result<f64> {
+        let size = sum.size;
         let zeros = vec![0.0; size.rows * size.cols];
         self.write(&mut tensors.partial, &zeros)?;
         self.wait()?;
         let sums = SUMS[usize::from(tensors.partial.bytes(size.rows) > LARGE_BYTES)];
         let device = Rc::clone(&self.device);
-        let recording = CudaRecording::of(&device, || {
-            (0..sums).try_for_each(|_| self.queue_way(collective, size, way, tensors))
-        })?;
+        let recording =
+            CudaRecording::of(&device, || (0..sums).try_for_each(|_| self.queue_way(sum, tensors)))?;
         let mut best = f64::INFINITY;
         for round in 0..=ROUNDS {
             group.barrier(Patience::Idle)?;

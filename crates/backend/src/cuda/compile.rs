@@ -133,40 +133,48 @@ impl Source {
     /// The kernels of this file on `device`, from the cache or compiled.
     pub fn load(self, device: &Rc<Device>, dtype: DType) -> Result<Module> {
         let architecture = device.architecture();
-        if let Some(code) = self.cached(dtype, &architecture).and_then(|path| std::fs::read(path).ok())
+        let cached = self.cached(dtype, &architecture);
+        if let Some(code) = cached.as_ref().and_then(|path| std::fs::read(path).ok())
             && let Ok(module) = Module::load(device, &code)
         {
             return Ok(module);
         }
-        Module::load(device, &self.compile(&Compiler::open()?, dtype, &architecture)?)
+        let code = self.compile(&Compiler::open()?, (dtype, &architecture), cached.as_deref())?;
+        Module::load(device, &code)
     }
 
     /// Compiles what the cache lacks of some files all at once, a thread each, so that a first start takes as long as
     /// the slowest. What goes wrong is for [`Self::load`] to report, which compiles what is still missing.
     pub fn compile_missing(sources: &[(Self, DType)], architecture: &str) {
-        let is_missing = |(source, dtype): &&(Self, DType)| {
-            source.cached(*dtype, architecture).is_some_and(|path| !path.exists())
-        };
-        let missing: Vec<_> = sources.iter().filter(is_missing).collect();
+        let missing: Vec<_> = sources
+            .iter()
+            .filter_map(|(source, dtype)| Some((source, *dtype, source.cached(*dtype, architecture)?)))
+            .filter(|(_, _, path)| !path.exists())
+            .collect();
         if missing.len() < 2 {
             return;
         }
         let Ok(compiler) = Compiler::open() else { return };
         std::thread::scope(|scope| {
-            for (source, dtype) in missing {
-                scope.spawn(|| drop(source.compile(&compiler, *dtype, architecture)));
+            for (source, dtype, path) in &missing {
+                scope.spawn(|| drop(source.compile(&compiler, (*dtype, architecture), Some(path))));
             }
         });
     }
 
-    /// Compiles this file and keeps the code in the cache.
-    fn compile(self, compiler: &Compiler, dtype: DType, architecture: &str) -> Result<Vec<u8>> {
+    /// Compiles this file for a type and an architecture, and keeps the code in the file `cached`.
+    fn compile(
+        self,
+        compiler: &Compiler,
+        (dtype, architecture): (DType, &str),
+        cached: Option<&Path>,
+    ) -> Result<Vec<u8>> {
         let started = std::time::Instant::now();
         let options = self.options(dtype, architecture);
         let code = compiler.compile(&self.name(), &self.text(), &options)?.code;
         tracing::info!("compiled {} kernels in {:.1} s", self.name(), started.elapsed().as_secs_f64());
-        if let Some(path) = self.cached(dtype, architecture)
-            && let Err(error) = store(&path, &code)
+        if let Some(path) = cached
+            && let Err(error) = store(path, &code)
         {
             tracing::warn!("compiled kernels cannot be kept in {}: {error}", path.display());
         }
@@ -174,18 +182,15 @@ impl Source {
     }
 
     fn cached(self, dtype: DType, architecture: &str) -> Option<PathBuf> {
-        let depends_on = depends_on(&self.text(), &self.options(dtype, architecture));
-        cached_file(&self.name(), "cubin", &depends_on)
+        kernel_cache().map(|folder| folder.join(self.file_name(dtype, architecture)))
     }
 
     /// The name of its file in the cache, which tells versions apart.
     pub fn file_name(self, dtype: DType, architecture: &str) -> String {
-        file_name(&self.name(), "cubin", &depends_on(&self.text(), &self.options(dtype, architecture)))
+        let mut depends_on = vec![self.text()];
+        depends_on.extend(self.options(dtype, architecture));
+        file_name(&self.name(), "cubin", &depends_on)
     }
-}
-
-fn depends_on(text: &str, options: &[String]) -> Vec<String> {
-    [text].into_iter().map(str::to_owned).chain(options.iter().cloned()).collect()
 }
 
 /// The folder of compiled kernels; `None` on a machine without a cache folder.

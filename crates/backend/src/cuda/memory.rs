@@ -112,6 +112,21 @@ impl Drop for Memory {
     }
 }
 
+/// Takes host memory that the device reads and writes at the same address, aligned to a page and never null. Errors when
+/// the system has none.
+pub(super) fn allocate_pinned(device: &Device, bytes: usize) -> Result<*mut u8> {
+    let mut start: *mut c_void = std::ptr::null_mut();
+    // SAFETY: the out-pointer is valid and the context is current.
+    let code = unsafe { (device.api.allocate_host)(&raw mut start, bytes, 0) };
+    if is_out_of_memory(code) {
+        let hint = "raise the limit of locked memory or free host memory".into();
+        return Err(BackendError::OutOfMemory { what: "pinned host memory".into(), bytes, hint });
+    }
+    device.check(code, "allocating pinned memory")?;
+    assert!(!start.is_null(), "the driver gave no memory and no error");
+    Ok(start.cast())
+}
+
 /// Pinned host memory.
 pub(super) struct Pinned {
     device: Rc<Device>,
@@ -122,15 +137,7 @@ pub(super) struct Pinned {
 impl Pinned {
     /// Errors when the system has none.
     pub fn new(device: &Rc<Device>, bytes: usize) -> Result<Self> {
-        let mut start: *mut c_void = std::ptr::null_mut();
-        // SAFETY: the out-pointer is valid and the context is current.
-        let code = unsafe { (device.api.allocate_host)(&raw mut start, bytes, 0) };
-        if is_out_of_memory(code) {
-            let hint = "raise the limit of locked memory or free host memory".into();
-            return Err(BackendError::OutOfMemory { what: "pinned host memory".into(), bytes, hint });
-        }
-        device.check(code, "allocating pinned memory")?;
-        Ok(Self { device: Rc::clone(device), start: start.cast(), bytes })
+        Ok(Self { device: Rc::clone(device), start: allocate_pinned(device, bytes)?, bytes })
     }
 
     /// Makes it at least `bytes` large, with other content. Waits for the device if it was smaller.

@@ -43,7 +43,7 @@ pub use attention::CudaKvCache;
 pub use bench::{Sample, SumSize};
 pub use compile::kernel_cache;
 pub use moe::{CudaExperts, CudaMoeWorkspace};
-pub use peers::PeerMode;
+pub use peers::{PeerMode, SUM_RANKS};
 pub use recording::CudaRecording;
 pub use tensor::{CudaLinear, CudaRopeTable, CudaTensor, CudaVector};
 

@@ -18,6 +18,7 @@ use crate::cpu::{CpuBackend, CpuOptions, CpuTensor};
 use crate::{Backend, Result};
 use half::{bf16, f16};
 use lockstep_core::DType;
+use lockstep_core::random::splitmix64;
 
 /// What one operation came to.
 #[derive(Clone, Debug)]
@@ -88,7 +89,7 @@ fn difference(got: &[f32], want: &[f32]) -> f64 {
     if size == 0.0 { apart } else { apart / size }
 }
 
-/// SplitMix64: both backends draw the same shapes and values from the same seed.
+/// Both backends draw the same shapes and values from the same seed.
 #[derive(Clone)]
 pub(crate) struct Random {
     state: u64,
@@ -98,10 +99,7 @@ pub(crate) struct Random {
 
 impl Random {
     fn next(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.state ^ (self.state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        splitmix64(&mut self.state)
     }
 
     /// `0..end`.

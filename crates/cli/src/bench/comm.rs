@@ -6,12 +6,11 @@ use crate::flags::model::DtypeFlag;
 use crate::logging;
 use lockstep_backend::cuda::{Sample, SumSize};
 use lockstep_comm::NcclCollective;
-use lockstep_comm::shm::{AbortHandle, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions};
+use lockstep_comm::shm::{self, ShmOptions};
 use lockstep_core::{DType, ExitCode};
 use lockstep_engine::gpu::{self, GpuPlan, Joined};
 use lockstep_engine::start::Groups;
 use lockstep_engine::{DeviceConfig, EngineError};
-use std::sync::Arc;
 use std::time::Duration;
 
 /// How long a rank waits for another.
@@ -115,47 +114,22 @@ fn measured(
     dtype: DType,
     sizes: &[SumSize],
 ) -> std::result::Result<Vec<Sample>, EngineError> {
-    let layout = ShmLayout::new(ranks, ShmLayout::SLOT_BYTES_DEFAULT)?;
-    let region = Arc::new(SharedRegion::map(SharedRegion::create(layout)?)?);
     // SAFETY: no rank's thread has been started, and no other thread touches the environment.
     unsafe { NcclCollective::prepare_environment() };
-    std::thread::scope(|scope| {
-        let region = &region;
-        let run = move |rank: usize| {
-            let done = rank_samples(rank, region, plan, dtype, sizes);
-            if let Err(error) = &done {
-                // The other ranks must not wait for this one.
-                AbortHandle::of(Arc::clone(region)).abort(&format!("rank {rank}: {error}"));
-            }
-            done
-        };
-        let others: Vec<_> = (1..ranks).map(|rank| scope.spawn(move || run(rank))).collect();
-        let mut ends = vec![run(0)];
-        let panicked = |_| Err(EngineError::Internal("a rank panicked".into()));
-        ends.extend(others.into_iter().map(|other| other.join().unwrap_or_else(panicked)));
-        // The cause rather than what followed from it on the other ranks.
-        let is_cause =
-            |end: &std::result::Result<_, EngineError>| end.as_ref().is_err_and(|e| !e.is_consequence());
-        let at = ends.iter().position(is_cause).unwrap_or(0);
-        ends.swap_remove(at)
-    })
-}
-
-fn rank_samples(
-    rank: usize,
-    region: &Arc<SharedRegion>,
-    plan: &GpuPlan,
-    dtype: DType,
-    sizes: &[SumSize],
-) -> std::result::Result<Vec<Sample>, EngineError> {
     let options = ShmOptions { deadline: PATIENCE, ranks_share_cores: false };
-    let groups = Groups {
-        replica: Box::new(ShmGroup::new(Arc::clone(region), rank, options)?),
-        tensors: Box::new(ShmCollective::new(Arc::clone(region), rank, options)?),
-    };
-    let Joined { mut backend, mut groups } = gpu::join(plan, dtype, PATIENCE, groups)?;
-    let mut sample = |size: &SumSize| backend.time_sums(&*groups.tensors, &mut *groups.replica, *size);
-    sizes.iter().map(|size| sample(size).map_err(EngineError::from)).collect()
+    let ends = shm::as_threads(ranks, options, |group, collective| {
+        let groups = Groups { replica: Box::new(group), tensors: Box::new(collective) };
+        let Joined { mut backend, mut groups } = gpu::join(plan, dtype, PATIENCE, groups)?;
+        let mut sample = |size: &SumSize| backend.time_sums(&*groups.tensors, &mut *groups.replica, *size);
+        sizes.iter().map(|size| sample(size).map_err(EngineError::from)).collect()
+    })?;
+    let panicked = |_| Err(EngineError::Internal("a rank panicked".into()));
+    let mut ends: Vec<_> = ends.into_iter().map(|end| end.unwrap_or_else(panicked)).collect();
+    // The cause rather than what followed from it on the other ranks.
+    let is_cause =
+        |end: &std::result::Result<_, EngineError>| end.as_ref().is_err_and(|e| !e.is_consequence());
+    let at = ends.iter().position(is_cause).unwrap_or(0);
+    ends.swap_remove(at)
 }
 
 /// Whether all ranks have the same bits and those of the exact sum, rounded.

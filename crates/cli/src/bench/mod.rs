@@ -14,10 +14,10 @@ pub use serve::serve;
 use crate::error::{CliError, Result};
 use crate::flags::{DecodeFlags, HwFlags};
 use lockstep_backend::cpu::probe;
+use lockstep_comm::CollectiveError;
 use lockstep_comm::bench::Latency;
-use lockstep_comm::shm::{SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions};
+use lockstep_comm::shm::{self, ShmOptions};
 use lockstep_core::ExitCode;
-use std::sync::Arc;
 
 /// Bytes read by the bandwidth probe: larger than any cache.
 const PROBE_BYTES: usize = 1 << 30;
@@ -69,23 +69,11 @@ pub fn hardware(flags: &HwFlags) -> Result<()> {
 
 /// Latencies of barrier and all-reduce between two ranks, as threads with a rank's shared memory.
 pub fn two_ranks(rounds: usize) -> Result<Vec<Latency>> {
-    let internal = CliError::with::<anyhow::Error>(ExitCode::Internal);
-    let measured = || -> anyhow::Result<Vec<Latency>> {
-        let fd = SharedRegion::create(ShmLayout::new(2, ShmLayout::SLOT_BYTES_DEFAULT)?)?;
-        let region = Arc::new(SharedRegion::map(&fd)?);
-        let measure = |rank: usize, region: Arc<SharedRegion>| -> anyhow::Result<Vec<Latency>> {
-            let options = ShmOptions::for_ranks(2);
-            let mut group = ShmGroup::new(Arc::clone(&region), rank, options)?;
-            let collective = ShmCollective::new(region, rank, options)?;
-            Ok(lockstep_comm::bench::measure(&mut group, &collective, rounds)?)
-        };
-        std::thread::scope(|scope| {
-            let other = Arc::clone(&region);
-            let peer = scope.spawn(move || measure(1, other).map(drop));
-            let rows = measure(0, region)?;
-            peer.join().map_err(|_| anyhow::anyhow!("the second rank panicked"))??;
-            Ok(rows)
-        })
-    };
-    measured().map_err(internal)
+    let internal = CliError::with::<CollectiveError>(ExitCode::Internal);
+    let measure = |mut group, collective| lockstep_comm::bench::measure(&mut group, &collective, rounds);
+    let ends = shm::as_threads(2, ShmOptions::for_ranks(2), measure).map_err(&internal)?;
+    let panicked = |_| CliError::new(ExitCode::Internal, "a rank panicked");
+    let rows: Result<Vec<_>> =
+        ends.into_iter().map(|end| end.map_err(panicked)?.map_err(&internal)).collect();
+    Ok(rows?.swap_remove(0))
 }

@@ -1,6 +1,8 @@
 //! The random numbers of a workload: from the seed alone.
 
-/// SplitMix64 (Steele, Lea, Flood 2014): the same numbers on every machine.
+use lockstep_core::random::splitmix64;
+
+/// The same numbers on every machine.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
@@ -19,11 +21,7 @@ impl Random {
 
     /// 64 random bits.
     pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut x = self.0;
-        x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        x ^ (x >> 31)
+        splitmix64(&mut self.0)
     }
 
     /// A number in `low..=high`.

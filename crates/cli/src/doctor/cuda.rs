@@ -3,7 +3,7 @@
 use super::{Section, Verdict, gib};
 use crate::bench;
 use lockstep_backend::cuda::survey::{self, Link, Survey};
-use lockstep_backend::cuda::{self, speed};
+use lockstep_backend::cuda::{self, SUM_RANKS, speed};
 
 /// Shows a section for each part; whether `--device cuda` can be used.
 pub(super) fn examine(quick: bool, show: &mut dyn FnMut(Section)) -> Verdict {
@@ -42,8 +42,8 @@ pub(super) fn examine(quick: bool, show: &mut dyn FnMut(Section)) -> Verdict {
             }
         }
     }
-    // Ranks are 2, 4 or 8 where sums are made by our own kernels.
-    let ranks = [8, 4, 2].into_iter().find(|ranks| *ranks <= usable && usable == survey.gpus.len());
+    let all_usable = usable == survey.gpus.len();
+    let ranks = SUM_RANKS.into_iter().rev().find(|ranks| *ranks <= usable && all_usable);
     if let Some(ranks) = ranks.filter(|_| !quick) {
         match bench::few_sums(ranks) {
             Ok(lines) => lines.into_iter().for_each(|(name, value)| section.line(name, value)),

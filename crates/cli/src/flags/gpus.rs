@@ -2,6 +2,7 @@
 
 use anyhow::{Result, bail};
 use clap::Args;
+use lockstep_backend::cuda::SUM_RANKS;
 use lockstep_engine::{DeviceConfig, GpuPlan};
 
 /// GPU flags of every command that runs ranks on GPUs.
@@ -20,8 +21,6 @@ pub struct GpuFlags {
     pub disable_custom_all_reduce: bool,
 }
 
-/// Numbers of ranks that can share GPUs: those there are kernels for.
-const SHARED_RANKS: [usize; 4] = [1, 2, 4, 8];
 /// Share of a GPU's free memory that its ranks take unless `--memory-ratio` says otherwise.
 const GPU_MEMORY_RATIO: f64 = 0.9;
 
@@ -44,7 +43,7 @@ impl GpuFlags {
                 "--share-gpu needs what --disable-custom-all-reduce turns off: NCCL refuses ranks on one GPU"
             );
         }
-        if self.share_gpu && !SHARED_RANKS.contains(&ranks) {
+        if self.share_gpu && ranks != 1 && !SUM_RANKS.contains(&ranks) {
             bail!("--share-gpu takes 1, 2, 4 or 8 ranks, not {ranks}");
         }
         Ok(GpuPlan {

@@ -28,7 +28,7 @@
 //! Counts and dtypes are published next to the stage and compared; they are never used as lengths.
 //!
 //! Reading order: `layout`, `region`, `wait`, `channel`, `sum`, `group`, `collective`, `pair`,
-//! `abort`, `progress`. The idea of one- and two-shot all-reduce over peer memory is from
+//! `abort`, `progress`, `threads`. The idea of one- and two-shot all-reduce over peer memory is from
 //! TensorRT-LLM's and vLLM's custom all-reduce; theirs sums in rank order, ours in tree order.
 
 mod abort;
@@ -40,6 +40,7 @@ mod pair;
 mod progress;
 mod region;
 mod sum;
+mod threads;
 mod wait;
 
 pub use abort::{ABORT_CAUSE_BYTES_MAX, AbortHandle};
@@ -48,6 +49,7 @@ pub use group::{GROUP_PAYLOAD_BYTES_MAX, ShmGroup};
 pub use layout::ShmLayout;
 pub use progress::{Operation, Progress, ProgressReader, RankProgress};
 pub use region::SharedRegion;
+pub use threads::{AbortOnPanic, as_threads};
 pub use wait::ShmOptions;
 
 #[cfg(test)]

@@ -205,3 +205,31 @@ fn arguments_no_rank_may_pass_are_refused() {
     let to_itself = unsafe { collective.send(std::ptr::null(), 0, DType::F32, 0, StreamHandle::HOST) };
     assert!(matches!(to_itself, Err(CollectiveError::Invalid { .. })));
 }
+
+#[test]
+fn ranks_as_threads_meet_and_none_waits_for_one_that_failed() {
+    let run = |fails: Option<usize>, panics: Option<usize>| {
+        as_threads(3, options(30_000), |mut group, collective| {
+            let rank = group.rank();
+            assert_eq!(rank, collective.rank());
+            assert_ne!(Some(rank), panics, "on purpose");
+            if Some(rank) == fails {
+                return Err(CollectiveError::Region { problem: "on purpose".into() });
+            }
+            group.barrier(Patience::Idle)?;
+            Ok(rank)
+        })
+        .unwrap()
+    };
+    let ranks: Vec<usize> = run(None, None).into_iter().map(|end| end.unwrap().unwrap()).collect();
+    assert_eq!(ranks, [0, 1, 2]);
+    let ends: Vec<_> = run(Some(1), None).into_iter().map(|end| end.unwrap()).collect();
+    assert!(matches!(ends[1], Err(CollectiveError::Region { .. })));
+    for (other, cause) in [(0, "rank 1: "), (2, "rank 1: ")] {
+        assert!(ends[other].as_ref().unwrap_err().to_string().contains(cause), "{:?}", ends[other]);
+    }
+    let ends = run(None, Some(2));
+    assert!(ends[2].is_err() && ends[0].as_ref().unwrap().is_err());
+    let cause = ends[1].as_ref().unwrap().as_ref().unwrap_err().to_string();
+    assert!(cause.contains("rank 2 panicked"), "{cause}");
+}

@@ -10,16 +10,14 @@ mod reference;
 
 use super::{CpuBackend, CpuOptions, CpuTensor, Isa};
 use crate::Backend;
+use lockstep_core::random::splitmix64;
 
-/// SplitMix64: deterministic inputs from a printed seed.
+/// Deterministic inputs from a printed seed.
 struct Random(u64);
 
 impl Random {
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        splitmix64(&mut self.0)
     }
 
     /// `0..end`.

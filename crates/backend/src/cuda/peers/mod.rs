@@ -21,6 +21,7 @@ mod simulation;
 pub(super) mod switch;
 
 pub(super) use report::Report;
+pub use switch::SUM_RANKS;
 pub(super) use switch::Way;
 
 use super::compile::Source;

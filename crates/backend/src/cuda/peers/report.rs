@@ -5,9 +5,9 @@
 
 use super::super::device::Device;
 use super::super::driver::Address;
-use crate::{BackendError, Result};
+use super::super::memory::allocate_pinned;
+use crate::Result;
 use lockstep_comm::CollectiveError;
-use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -36,19 +36,12 @@ pub(in crate::cuda) struct Report {
 impl Report {
     /// The report of rank `rank`. Its memory is never given back: kernels may write to it until the process ends.
     pub fn new(device: &Device, rank: usize) -> Result<Self> {
-        let mut start: *mut c_void = std::ptr::null_mut();
         let bytes = WORDS * size_of::<u32>();
-        // SAFETY: the out-pointer is valid and the context is current.
-        let code = unsafe { (device.api.allocate_host)(&raw mut start, bytes, 0) };
-        device.check(code, "allocating pinned memory")?;
-        if start.is_null() {
-            let hint = "raise the limit of locked memory or free host memory".into();
-            return Err(BackendError::OutOfMemory { what: "pinned host memory".into(), bytes, hint });
-        }
+        let start = allocate_pinned(device, bytes)?;
         // SAFETY: as many bytes were just allocated, aligned to a page, and are never given back; words that the GPU
         // writes too are only looked at as atomics from here on.
         let words = unsafe {
-            start.cast::<u8>().write_bytes(0, bytes);
+            start.write_bytes(0, bytes);
             &*start.cast::<[AtomicU32; WORDS]>()
         };
         Ok(Self { words, rank })

@@ -4,17 +4,15 @@
 //! What must hold: nothing is overwritten before it was taken, nobody takes a word of another turn, and all ranks
 //! end with the same sums. With one phase it does not hold, which shows that the test can tell.
 
+use lockstep_core::random::splitmix64;
 use std::collections::VecDeque;
 
-/// SplitMix64.
+/// A stream from its seed.
 struct Random(u64);
 
 impl Random {
     fn below(&mut self, end: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) % end as u64) as usize
+        (splitmix64(&mut self.0) % end as u64) as usize
     }
 }
 

@@ -13,6 +13,9 @@ pub(in crate::cuda) enum Way {
     Library,
 }
 
+/// Numbers of ranks that there are kernels for.
+pub const SUM_RANKS: [usize; 3] = [2, 4, 8];
+
 /// The switch points of one number of ranks, in bytes of one rank's part.
 #[derive(Clone, Copy, Debug)]
 struct Switch {
@@ -24,7 +27,7 @@ struct Switch {
 /// Where the ways change. Two ranks: measured on two H200s joined by 18 NVLinks (`docs/performance.md`, "Sums over ranks");
 /// there both ways move the same bytes and one shot waits once. With more ranks one shot moves (ranks - 1) times the message and two
 /// shots twice; those points are estimates. `lockstep bench comm --device cuda --tp N` prints the ones that a machine suggests.
-const SWITCHES: [Switch; 3] = [
+const SWITCHES: [Switch; SUM_RANKS.len()] = [
     Switch { ranks: 2, one_shot_max: 4 << 20, two_shot_max: 8 << 20 },
     Switch { ranks: 4, one_shot_max: 256 << 10, two_shot_max: 4 << 20 },
     Switch { ranks: 8, one_shot_max: 256 << 10, two_shot_max: 4 << 20 },
@@ -35,7 +38,7 @@ pub(super) const GATHER_MAX: usize = 64 << 10;
 
 /// Whether there are kernels for so many ranks.
 pub(super) fn has_kernels(ranks: usize) -> bool {
-    SWITCHES.iter().any(|switch| switch.ranks == ranks)
+    SUM_RANKS.contains(&ranks)
 }
 
 /// The way of a sum of `bytes` bytes over `ranks` ranks. Without a library the last of our own ways goes on for ever.
@@ -78,6 +81,7 @@ mod tests {
 
     #[test]
     fn larger_sums_take_the_next_way_and_without_a_library_the_last_of_ours() {
+        assert_eq!(SWITCHES.map(|switch| switch.ranks), SUM_RANKS);
         for switch in SWITCHES {
             assert!(switch.one_shot_max <= switch.two_shot_max);
             let mut sizes =

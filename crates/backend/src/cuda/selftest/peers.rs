@@ -8,10 +8,9 @@ use crate::cuda::peers::{DataPlane, PeerMode, Way};
 use crate::cuda::{CudaBackend, CudaOptions, CudaTensor};
 use crate::{Backend, BackendError, ReduceAddNorm, Result};
 use lockstep_comm::group::{Patience, ProcessGroup};
-use lockstep_comm::shm::{AbortHandle, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions};
+use lockstep_comm::shm::{self, ShmCollective, ShmGroup, ShmOptions};
 use lockstep_comm::{Collective, OneRank};
 use lockstep_core::DType;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// Ranks that share the GPU.
@@ -37,32 +36,16 @@ pub fn run_shared(
     cases: usize,
     on_outcome: &mut dyn FnMut(&Outcome),
 ) -> Result<Vec<Outcome>> {
-    let region = SharedRegion::create(ShmLayout::new(RANKS, ShmLayout::SLOT_BYTES_DEFAULT)?)
-        .and_then(SharedRegion::map);
-    let region = Arc::new(region.map_err(|e| BackendError::Device {
-        operation: "sharing memory between two ranks".into(),
-        problem: e.to_string(),
-    })?);
-    let results = std::thread::scope(|scope| {
-        let threads = [0, 1].map(|rank| {
-            let region = Arc::clone(&region);
-            scope.spawn(move || {
-                let done = rank_results(options, Arc::clone(&region), rank, seed, cases);
-                if let Err(error) = &done {
-                    AbortHandle::of(region).abort(&format!("rank {rank}: {error}"));
-                }
-                done
-            })
-        });
-        threads.map(|thread| thread.join())
-    });
-    let mut ranks = Vec::new();
-    for result in results {
-        ranks.push(result.map_err(|_| BackendError::Device {
-            operation: "testing two ranks".into(),
-            problem: "one of them panicked".into(),
-        })??);
-    }
+    let shm = ShmOptions { deadline: PATIENCE, ranks_share_cores: false };
+    let ends = shm::as_threads(RANKS, shm, |group, collective| {
+        rank_results(options, group, &collective, seed, cases)
+    })?;
+    let panicked = |_| BackendError::Device {
+        operation: "testing two ranks".into(),
+        problem: "one of them panicked".into(),
+    };
+    let ranks: Result<Vec<_>> = ends.into_iter().map(|end| end.map_err(panicked)?).collect();
+    let ranks = ranks?;
     let mut cpu = CpuBackend::new(CpuOptions::default())?;
     let mut outcomes: Vec<Outcome> = PARTS.iter().map(|part| outcome(*part, options.dtype, cases)).collect();
     for (case, (first, second)) in ranks[0].iter().zip(&ranks[1]).enumerate() {
@@ -147,17 +130,14 @@ impl Inputs {
 /// What one rank comes to, by case and part.
 fn rank_results(
     options: CudaOptions,
-    region: Arc<SharedRegion>,
-    rank: usize,
+    mut group: ShmGroup,
+    collective: &ShmCollective,
     seed: u64,
     cases: usize,
 ) -> Result<Vec<[Vec<f32>; PARTS.len()]>> {
-    let shm = ShmOptions { deadline: PATIENCE, ranks_share_cores: false };
-    let mut group = ShmGroup::new(Arc::clone(&region), rank, shm)?;
-    let collective = ShmCollective::new(region, rank, shm)?;
     let mut gpu = CudaBackend::new(CudaOptions { patience: Some(PATIENCE), ..options })?;
     gpu.connect(&mut group, PeerMode::SharedGpu)?;
-    let case = |case| case_on_gpu(&mut gpu, &mut group, &collective, &Inputs::of(seed, case, options.dtype));
+    let case = |case| case_on_gpu(&mut gpu, &mut group, collective, &Inputs::of(seed, case, options.dtype));
     (0..cases).map(case).collect()
 }
 
