@@ -73,8 +73,8 @@ enum Description {
 impl Description {
     fn read(path: &Path, dtype: Option<DType>) -> Result<Self> {
         if path.is_dir() && !has_weights(path) {
-            let (config, own) = config_only(path)?;
-            return Ok(Self::ConfigOnly(Box::new(config), dtype.unwrap_or(own)));
+            let (config, dtype) = config_only(path, dtype)?;
+            return Ok(Self::ConfigOnly(Box::new(config), dtype));
         }
         let files = ModelFiles::open(path).map_err(CliError::with(ExitCode::ModelFiles))?;
         Ok(Self::Files(Box::new(files)))

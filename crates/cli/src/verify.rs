@@ -42,8 +42,8 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
     let path = pull::resolve(&flags.model, &pull::cache_dir(flags.cache_dir.clone()))?;
     let source: Box<dyn WeightSource> = match flags.dummy_weights {
         Some(seed) => {
-            let (config, own) = config_only(&path)?;
-            Box::new(DummyWeights::new(config, dtype.unwrap_or(own), seed))
+            let (config, dtype) = config_only(&path, dtype)?;
+            Box::new(DummyWeights::new(config, dtype, seed))
         }
         None => Box::new(ModelFiles::open(&path).map_err(CliError::with(ExitCode::ModelFiles))?),
     };

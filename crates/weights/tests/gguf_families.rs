@@ -238,6 +238,13 @@ fn experts_of_a_layer_become_matrices_under_hugging_face_names() {
 }
 
 #[test]
+fn keys_that_nobody_knows_are_noted() {
+    let gguf = Gguf::model("qwen3").u32("qwen3.newer_than_this", 4).u32("qwen3.attention.sink_tokens", 0);
+    let files = open(&gguf).unwrap();
+    assert_eq!(files.unread_keys(), ["qwen3.attention.sink_tokens", "qwen3.newer_than_this"]);
+}
+
+#[test]
 fn keys_of_other_families_are_refused() {
     for (gguf, word) in [
         (Gguf::model("llama").u32("llama.attention.sliding_window", 4096), "attention.sliding_window"),
@@ -247,9 +254,22 @@ fn keys_of_other_families_are_refused() {
         (Gguf::model("llama").u32("llama.rope.dimension_count", 2), "rope.dimension_count"),
         (Gguf::model("qwen2").u32("qwen2.rope.dimension_count", 6), "rope.dimension_count"),
         (Gguf::model("llama").u32("llama.block_count", 1 << 20), "block_count"),
+        (
+            Gguf::model("qwen3").f32("qwen3.attention.layer_norm_rms_epsilon", 0.0),
+            "layer_norm_rms_epsilon is 0",
+        ),
+        (Gguf::model("qwen3").u32("qwen3.leading_dense_block_count", 1), "leading_dense_block_count"),
+        // Invented: a word of its name says what it is about.
+        (
+            Gguf::model("qwen3").u32("qwen3.attention.sink_tokens", 4),
+            "qwen3.attention.sink_tokens asks for 4",
+        ),
         (gemma3().f32("gemma3.attention.sliding_window", 0.5), "sliding_window"),
         (gemma3().text("gemma3.attention.sliding_window_pattern", "LG"), "sliding_window_pattern"),
-        (Gguf::model("gemma"), "architecture gemma is not supported; supported are llama, qwen2"),
+        (
+            Gguf::model("gemma"),
+            "architecture gemma is not supported; choose a model of one of these: llama, qwen2",
+        ),
         (Gguf::model("phi2"), "architecture phi2 is not supported"),
         (Gguf::model("qwen2moe"), "architecture qwen2moe is not supported"),
     ] {

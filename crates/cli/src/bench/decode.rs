@@ -62,8 +62,8 @@ fn source(flags: &DecodeFlags, path: &Path, dtype: Option<DType>) -> Result<Box<
     if !flags.dummy_weights {
         return Ok(Box::new(ModelFiles::open(path).map_err(CliError::with(ExitCode::ModelFiles))?));
     }
-    let (config, _) = config_only(path)?;
-    Ok(Box::new(DummyWeights::new(config, dtype.unwrap_or(DType::Bf16), 1)))
+    let (config, dtype) = config_only(path, dtype)?;
+    Ok(Box::new(DummyWeights::new(config, dtype, 1)))
 }
 
 /// Seconds of a decode step, and the bytes of weights that it reads.

@@ -1,5 +1,10 @@
 //! Why a model description is refused.
 
+use serde_json::Value;
+
+/// Characters of a value that a message shows.
+const SHOWN_MAX: usize = 80;
+
 /// Why a model description is refused. Every message names the key, what the file says and what is
 /// accepted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -13,7 +18,7 @@ pub enum ConfigError {
         family: String,
     },
     /// A value of the wrong type or range.
-    #[error("config key {key} is {got}, expected {want}")]
+    #[error("config key {key} is {got}, expected {want}; correct the file or download the model again")]
     BadValue {
         /// The key.
         key: String,
@@ -24,7 +29,8 @@ pub enum ConfigError {
     },
     /// A feature that would change the answers and is not implemented.
     #[error(
-        "config key {key} asks for {got}, which Lockstep does not implement for {family} models ({want})"
+        "config key {key} asks for {got}, which Lockstep does not implement for {family} models ({want}); choose \
+         another checkpoint, or correct the file if it is wrong"
     )]
     Unsupported {
         /// The key.
@@ -37,7 +43,7 @@ pub enum ConfigError {
         want: String,
     },
     /// A family that is not on the list.
-    #[error("model architecture {got} is not supported; supported are {supported}")]
+    #[error("model architecture {got} is not supported; choose a model of one of these: {supported}")]
     UnknownFamily {
         /// The file's name for it.
         got: String,
@@ -57,4 +63,25 @@ pub enum ConfigError {
         /// Sizes that work, comma-separated.
         legal: String,
     },
+}
+
+impl ConfigError {
+    /// A [`BadValue`](Self::BadValue) of a JSON file.
+    pub(crate) fn bad(key: &str, got: &Value, want: &str) -> Self {
+        Self::BadValue { key: key.into(), got: shown(got), want: want.into() }
+    }
+
+    /// An [`Unsupported`](Self::Unsupported) of a JSON file.
+    pub(crate) fn unsupported(key: &str, got: &Value, family: &str, want: &str) -> Self {
+        Self::Unsupported { key: key.into(), got: shown(got), family: family.into(), want: want.into() }
+    }
+}
+
+/// The value as the file has it, cut where it is long.
+fn shown(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(SHOWN_MAX) {
+        None => text,
+        Some((end, _)) => format!("{} ...", &text[..end]),
+    }
 }

@@ -4,12 +4,13 @@
 //! `weights` crate reads it from GGUF metadata. **Invariant:** every field that changes the
 //! mathematics is explicit; a file that asks for anything else is refused by key, never defaulted.
 //!
-//! Reading order: this file, [`rope`], [`hf`], [`quantization`], [`error`].
+//! Reading order: this file, [`rope`], [`hf`], [`quantization`], [`unknown`], [`error`].
 
 pub mod error;
 pub mod hf;
 pub mod quantization;
 pub mod rope;
+pub mod unknown;
 
 pub use error::ConfigError;
 pub use quantization::QuantizationConfig;
@@ -315,13 +316,15 @@ impl ModelConfig {
             _ => &[],
         };
         for (key, list) in lists {
-            if list.len() != self.rotary_dim / 2 || !list.iter().all(|d| d.is_finite() && *d > 0.0) {
-                return Err(ConfigError::BadValue {
-                    key: (*key).into(),
-                    got: format!("{} numbers from {:?}", list.len(), list.first()),
-                    want: format!("{} positive numbers (half the rotary dimension)", self.rotary_dim / 2),
-                });
-            }
+            let count = self.rotary_dim / 2;
+            let wrong = list.iter().position(|d| !(d.is_finite() && *d > 0.0));
+            let got = match wrong {
+                _ if list.len() != count => format!("a list of {}", list.len()),
+                Some(i) => format!("a list whose number {} is {}", i + 1, list[i]),
+                None => continue,
+            };
+            let want = format!("{count} positive numbers (half the rotary dimension)");
+            return Err(ConfigError::BadValue { key: (*key).into(), got, want });
         }
         Ok(())
     }

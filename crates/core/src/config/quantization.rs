@@ -76,16 +76,20 @@ impl Reader<'_> {
             }
         };
         let names = self.get("modules_to_not_convert").or_else(|| self.get("ignored_layers"));
-        let unquantised = match names {
-            None => Vec::new(),
-            Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).map(str::to_owned).collect(),
-            Some(v) => return Err(self.bad("modules_to_not_convert", v, "a list of names")),
+        let text = |name: &Value| name.as_str().map(str::to_owned);
+        let unquantised = match names.map(|v| (v, v.as_array())) {
+            None => Some(Vec::new()),
+            Some((_, list)) => list.and_then(|names| names.iter().map(text).collect()),
         };
+        let unquantised = unquantised.ok_or_else(|| {
+            self.bad("modules_to_not_convert", names.unwrap_or(&Value::Null), "a list of names")
+        })?;
         Ok(QuantizationConfig::Fp8 { block_size, unquantised })
     }
 
     fn gptq(&self) -> Result<QuantizationConfig, ConfigError> {
         self.only("checkpoint_format", &["gptq", "gptq_v2"])?;
+        self.only("pack_dtype", &["int32"])?;
         if let Some(v) = self.get("dynamic")
             && !v.as_object().is_some_and(Map::is_empty)
         {
@@ -94,7 +98,10 @@ impl Reader<'_> {
         Ok(QuantizationConfig::Gptq {
             bits: self.bits()?,
             group_size: self.group_size()?,
-            activation_order: self.get("desc_act").and_then(Value::as_bool).unwrap_or(false),
+            activation_order: match self.get("desc_act") {
+                None => false,
+                Some(v) => v.as_bool().ok_or_else(|| self.bad("desc_act", v, "true or false"))?,
+            },
             second_format: self.get("checkpoint_format").and_then(Value::as_str) == Some("gptq_v2"),
         })
     }
@@ -142,17 +149,11 @@ impl Reader<'_> {
     }
 
     fn bad(&self, key: &str, got: &Value, want: &str) -> ConfigError {
-        let key = format!("quantization_config.{key}");
-        ConfigError::BadValue { key, got: got.to_string(), want: want.into() }
+        ConfigError::bad(&format!("quantization_config.{key}"), got, want)
     }
 
     fn unsupported(&self, key: &str, got: &Value, want: &str) -> ConfigError {
-        ConfigError::Unsupported {
-            key: format!("quantization_config.{key}"),
-            got: got.to_string(),
-            family: self.method.into(),
-            want: want.into(),
-        }
+        ConfigError::unsupported(&format!("quantization_config.{key}"), got, self.method, want)
     }
 }
 
@@ -202,6 +203,12 @@ mod tests {
             (json!({"quant_method": "gptq", "bits": 4}), "group_size"),
             (json!({"quant_method": "gptq", "bits": 4, "group_size": 64, "dynamic": {"a": {}}}), "dynamic"),
             (json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}), "marlin"),
+            (
+                json!({"quant_method": "gptq", "bits": 4, "group_size": 64, "pack_dtype": "int8"}),
+                "pack_dtype",
+            ),
+            (json!({"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": "yes"}), "desc_act"),
+            (json!({"quant_method": "fp8", "ignored_layers": ["lm_head", 3]}), "modules_to_not_convert"),
             (json!({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}), "gemv"),
         ] {
             let message = parse(value).unwrap_err().to_string();

@@ -17,6 +17,7 @@ pub(crate) use super::rope::RopeTensors;
 use lockstep_core::config::Dimensions;
 use lockstep_core::limits::{MODEL_EXPERTS_MAX, MODEL_LAYERS_MAX};
 use lockstep_core::{Activation, ConfigError, Family, ModelConfig, MoeConfig};
+use std::cell::RefCell;
 
 /// Architectures of `general.architecture` that are read. A Mistral is a `llama` here.
 const ARCHITECTURES: [Family; 7] = [
@@ -42,6 +43,7 @@ const MUST_BE_OFF: &[&str] = &[
     "attention.max_alibi_bias",
     "expert_shared_count",
     "expert_group_count",
+    "leading_dense_block_count",
     "use_parallel_residual",
 ];
 /// Keys that some families read; for the others they must be off.
@@ -54,14 +56,18 @@ const FAMILY_KEYS: &[(&str, &[Family])] = &[
 /// Scales that change the answers; only absent, 0 or 1 is accepted.
 const MUST_BE_ONE: &[&str] = &["logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale"];
 
-/// Builds and validates the config.
-pub(crate) fn read(metadata: &Metadata, tensors: &[RawTensor], rope: RopeTensors) -> Result<ModelConfig> {
+/// Builds and validates the config; beside it the keys of the architecture that nobody read.
+pub(crate) fn read(
+    metadata: &Metadata,
+    tensors: &[RawTensor],
+    rope: RopeTensors,
+) -> Result<(ModelConfig, Vec<String>)> {
     let architecture = metadata.text("general.architecture").unwrap_or("(none named)");
     let Some(family) = ARCHITECTURES.into_iter().find(|f| f.name() == architecture) else {
         let supported = ARCHITECTURES.map(Family::name).join(", ");
         return Err(ConfigError::UnknownFamily { got: architecture.into(), supported });
     };
-    let reader = Reader { metadata, tensors, family };
+    let reader = Reader { metadata, tensors, family, asked: RefCell::default() };
     let mut config = reader.plain(rope)?;
     match family {
         Family::Qwen3Moe => reader.experts(&mut config)?,
@@ -74,7 +80,7 @@ pub(crate) fn read(metadata: &Metadata, tensors: &[RawTensor], rope: RopeTensors
         Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 => {}
     }
     config.validate()?;
-    Ok(config)
+    Ok((config, reader.unread()?))
 }
 
 impl Reader<'_> {
@@ -95,7 +101,7 @@ impl Reader<'_> {
             vocab_size: self.vocab_size()?,
             max_position: self.count("context_length")?,
             rms_norm_eps: self
-                .number("attention.layer_norm_rms_epsilon")?
+                .positive("attention.layer_norm_rms_epsilon")?
                 .ok_or_else(|| self.missing("attention.layer_norm_rms_epsilon"))?
                 as f32,
         };
@@ -260,6 +266,9 @@ impl Reader<'_> {
             if self.metadata.contains(&full) && !matches!(self.metadata.number(&full), Some(0.0 | 1.0)) {
                 return Err(self.unsupported(key, "only absent or 1"));
             }
+        }
+        if self.metadata.flag(&self.key("attention.causal")) == Some(false) {
+            return Err(self.unsupported("attention.causal", "only absent or true"));
         }
         if self.optional_count("attention.value_length")?.is_some_and(|n| n != head_dim) {
             return Err(self.unsupported("attention.value_length", &format!("only the head size {head_dim}")));

@@ -2,9 +2,30 @@
 
 use super::Metadata;
 use super::header::RawTensor;
+use lockstep_core::config::unknown::{Subject, UNKNOWN_KEY_WANT, subject_of};
 use lockstep_core::{ConfigError, Family};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 
 pub(super) type Result<T> = std::result::Result<T, ConfigError>;
+
+/// Keys of the architecture that converters write and that change nothing here, or nothing without the keys that make
+/// them count.
+const WITHOUT_EFFECT: &[&str] = &[
+    "attention.layer_norm_epsilon", // every family here has an RMS epsilon of its own
+    "attention.sliding_window_pattern",
+    "expert_used_count",
+    "rope.freq_base_swa",
+    "rope.scale_linear",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_log_multiplier",
+    "tensor_data_layout",
+    "vocab_size",
+];
 
 /// The metadata of a model of one family.
 pub(super) struct Reader<'a> {
@@ -12,6 +33,8 @@ pub(super) struct Reader<'a> {
     /// Of all parts of the file.
     pub tensors: &'a [RawTensor],
     pub family: Family,
+    /// Full names of the keys of the architecture that were asked for so far, there or not.
+    pub asked: RefCell<BTreeSet<String>>,
 }
 
 impl Reader<'_> {
@@ -20,9 +43,32 @@ impl Reader<'_> {
         self.tensors.iter().any(|t| t.name == name)
     }
 
-    /// `key` with the architecture before it.
+    /// `key` with the architecture before it; whoever asks for it counts as its reader.
     pub fn key(&self, key: &str) -> String {
-        format!("{}.{key}", self.family.name())
+        let full = format!("{}.{key}", self.family.name());
+        self.asked.borrow_mut().insert(full.clone());
+        full
+    }
+
+    /// The keys of the architecture that were not asked for, in order; call it when everything is read.
+    ///
+    /// One that is switched on and whose name speaks of the mathematics is refused, the others are for a warning.
+    pub fn unread(&self) -> Result<Vec<String>> {
+        let prefix = format!("{}.", self.family.name());
+        let asked = self.asked.borrow().clone();
+        let mut unread = Vec::new();
+        for full in self.metadata.keys().filter(|full| !asked.contains(*full)) {
+            let Some(key) = full.strip_prefix(&prefix).filter(|key| !WITHOUT_EFFECT.contains(key)) else {
+                continue;
+            };
+            let is_off = self.metadata.flag(full) == Some(false) || self.metadata.number(full) == Some(0.0);
+            match subject_of(key) {
+                Subject::Mathematics if !is_off => return Err(self.unsupported(key, UNKNOWN_KEY_WANT)),
+                Subject::Bookkeeping => {}
+                Subject::Mathematics | Subject::Unclear => unread.push(full.to_owned()),
+            }
+        }
+        Ok(unread)
     }
 
     /// A positive whole number that must be there.

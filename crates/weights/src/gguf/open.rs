@@ -20,7 +20,8 @@ use std::sync::Arc;
 pub(crate) fn open(path: &Path) -> Result<Opened, WeightsError> {
     let split::Parts { files, metadata, tensors: raw } = split::open(path)?;
     let rope = rope_tensors(&files, &raw)?;
-    let config = config::read(&metadata, &raw, rope).map_err(|source| WeightsError::config(path, source))?;
+    let (config, unread_keys) =
+        config::read(&metadata, &raw, rope).map_err(|source| WeightsError::config(path, source))?;
     let tensors = tensors(raw, &config, &files)?;
     // The vocabulary was walked once; most ranks never look at it again.
     files.iter().for_each(|file| file.release_all());
@@ -32,7 +33,7 @@ pub(crate) fn open(path: &Path) -> Result<Opened, WeightsError> {
         files,
         tensors,
         ignored_scales: 0,
-        unread_keys: Vec::new(),
+        unread_keys,
         folder: None,
         metadata: Some(metadata),
     })

@@ -1,62 +1,14 @@
 //! What the keys of each family mean: the facts of its transformers config class and model code.
 
 use super::reader::Reader;
-use super::{Result, eos_tokens, layers, rope, token_id};
+use super::{Result, eos_tokens, foreign, layers, rope, token_id};
 use crate::config::{Activation, Dimensions, Family, ModelConfig};
 use crate::limits::MODEL_LAYERS_MAX;
 use serde_json::Value;
 
-/// Keys of other models; anything but null, false or 0 would change the answers.
-const MUST_BE_OFF: &[&str] = &[
-    "alibi",
-    "attention_chunk_size",
-    "attention_multiplier",
-    "attn_output_gate",
-    "clip_qkv",
-    "interleaved_rope",
-    "kv_lora_rank",
-    "lm_head_bias",
-    "n_routed_experts",
-    "n_shared_experts",
-    "no_rope_layer_interval",
-    "no_rope_layers",
-    "num_kv_shared_layers",
-    "parallel_residual",
-    "q_lora_rank",
-    "qk_layernorm",
-    "rope_interleaved",
-    "shared_expert_intermediate_size",
-    "use_bidirectional_attention",
-    "use_qk_norm",
-];
-/// Multipliers of other models; anything but null or 1 would change the answers.
-const MUST_BE_ONE: &[&str] = &[
-    "dim_model_base",
-    "embedding_multiplier",
-    "logit_scale",
-    "logits_scaling",
-    "residual_multiplier",
-    "scale_depth",
-    "scale_emb",
-];
-/// Keys that only some families understand; for the others as [`MUST_BE_OFF`].
-const ONLY_FOR: &[(&str, &[Family])] = &[
-    ("attention_bias", &[Family::Llama, Family::Qwen3, Family::Qwen3Moe, Family::Gemma2, Family::Gemma3]),
-    ("mlp_bias", &[Family::Llama]),
-    ("num_experts", &[Family::Qwen3Moe]),
-    ("num_local_experts", &[Family::Qwen3Moe]),
-    ("num_experts_per_tok", &[Family::Qwen3Moe]),
-    ("query_pre_attn_scalar", &[Family::Gemma2, Family::Gemma3]),
-    // Gemma3TextConfig has the key, but its attention does not use it.
-    ("attn_logit_softcapping", &[Family::Gemma2]),
-    ("final_logit_softcapping", &[Family::Gemma2, Family::Gemma3]),
-    ("rope_local_base_freq", &[Family::Gemma3]),
-    ("sliding_window_pattern", &[Family::Gemma3]),
-];
-
 /// The whole config of `reader.family`, not yet validated.
 pub(super) fn read(reader: &Reader<'_>, architecture: String) -> Result<ModelConfig> {
-    refuse_foreign(reader)?;
+    foreign::refuse(reader)?;
     let sizes = sizes(reader)?;
     let ropes = rope::read(reader, &sizes)?;
     let mut config = ModelConfig::plain(reader.family, sizes, ropes.rope);
@@ -86,7 +38,16 @@ fn adapt(reader: &Reader<'_>, config: &mut ModelConfig) -> Result<()> {
     match reader.family {
         Family::Llama => config.mlp_bias = reader.flag("mlp_bias")?.unwrap_or(false),
         Family::Mistral | Family::Phi3 => {}
-        Family::Qwen2 => (config.qkv_bias, config.o_bias) = (true, false),
+        Family::Qwen2 => {
+            if reader.flag("qkv_bias")? == Some(false) {
+                return Err(reader.unsupported(
+                    "qkv_bias",
+                    &Value::Bool(false),
+                    "only true, as in all of them",
+                ));
+            }
+            (config.qkv_bias, config.o_bias) = (true, false);
+        }
         Family::Qwen3 => config.qk_norm = true,
         Family::Qwen3Moe => {
             config.qk_norm = true;
@@ -172,25 +133,4 @@ fn activation(reader: &Reader<'_>) -> Result<Activation> {
             _ => Err(reader.unsupported(key, v, "only silu and gelu_pytorch_tanh")),
         },
     }
-}
-
-fn refuse_foreign(reader: &Reader<'_>) -> Result<()> {
-    let foreign = ONLY_FOR.iter().filter(|(_, families)| !families.contains(&reader.family));
-    for key in MUST_BE_OFF.iter().chain(foreign.map(|(key, _)| key)) {
-        if let Some(v) = reader.get(key)
-            && !(v == &Value::Bool(false)
-                || v.as_f64() == Some(0.0)
-                || v.as_array().is_some_and(Vec::is_empty))
-        {
-            return Err(reader.unsupported(key, v, "only absent, null, false or 0"));
-        }
-    }
-    for key in MUST_BE_ONE {
-        if let Some(v) = reader.get(key)
-            && v.as_f64() != Some(1.0)
-        {
-            return Err(reader.unsupported(key, v, "only absent, null or 1"));
-        }
-    }
-    Ok(())
 }

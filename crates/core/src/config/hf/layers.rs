@@ -16,8 +16,14 @@ pub(super) fn read_windows(reader: &Reader<'_>, config: &mut ModelConfig) -> Res
     let sliding = sliding_layers(reader, config.num_layers, window.is_some())?;
     let any = sliding.contains(&true);
     if any && window.is_none() {
-        let got = reader.map.get("sliding_window").unwrap_or(&Value::Null);
-        return Err(reader.bad("sliding_window", got, "a width, because layer_types names sliding layers"));
+        let because = |want: &str| format!("{want}, because layer_types names sliding layers");
+        let said = |key: &str| reader.map.get(key).unwrap_or(&Value::Null);
+        return Err(match reader.family {
+            Family::Qwen2 | Family::Qwen3 if reader.flag("use_sliding_window")? != Some(true) => {
+                reader.bad("use_sliding_window", said("use_sliding_window"), &because("true"))
+            }
+            _ => reader.bad("sliding_window", said("sliding_window"), &because("a width")),
+        });
     }
     config.sliding_window = window.filter(|_| any);
     config.sliding_layers = sliding;
@@ -99,12 +105,12 @@ pub(super) fn read_experts(reader: &Reader<'_>, num_layers: usize) -> Result<Moe
     let dense: Vec<usize> = match reader.get("mlp_only_layers") {
         None => Vec::new(),
         Some(v) => {
-            let index = |i: &Value| i.as_u64().map(|i| i as usize);
+            let index = |i: &Value| i.as_u64().map(|i| i as usize).filter(|i| *i < num_layers);
             v.as_array()
                 .filter(|list| list.len() <= num_layers)
                 .and_then(|list| list.iter().map(index).collect())
                 .ok_or_else(|| {
-                    let want = format!("a list of at most {num_layers} layer numbers");
+                    let want = format!("a list of at most {num_layers} layer numbers below {num_layers}");
                     reader.bad("mlp_only_layers", v, &want)
                 })?
         }

@@ -5,9 +5,11 @@
 //! and files leave it out, and in that what is not understood is refused by key.
 //!
 //! Reading order: this file (which family, which object), `families` (what each family's keys
-//! mean), `layers` (windows and experts), `rope`, `reader` (typed access to keys).
+//! mean), `layers` (windows and experts), `rope`, `foreign` (keys of other models, keys that nobody knows), `reader`
+//! (typed access to keys).
 
 mod families;
+mod foreign;
 mod layers;
 mod reader;
 mod rope;
@@ -15,6 +17,7 @@ mod rope;
 mod tests;
 
 use super::{ConfigError, Family, ModelConfig, QuantizationConfig};
+use crate::dtype::DType;
 use crate::ids::TokenId;
 use reader::Reader;
 use serde_json::{Map, Value};
@@ -35,58 +38,6 @@ const ARCHITECTURES: &[(&str, Family, &str)] = &[
     ("Gemma3ForConditionalGeneration", Family::Gemma3, "gemma3"),
 ];
 
-/// Keys of transformers' configuration classes that say nothing about the answers of a text model, and those that are
-/// read by other means or under conditions only.
-const WITHOUT_EFFECT: &[&str] = &[
-    "architectures",
-    "attention_dropout",
-    "auto_map",
-    "boi_token_index",
-    "bos_token_id",
-    "cache_implementation",
-    "decoder_sparse_step",
-    "dtype",
-    "embd_pdrop",
-    "eoi_token_index",
-    "eos_token_id",
-    "head_dim",
-    "hidden_act",
-    "hidden_activation",
-    "image_token_index",
-    "initializer_range",
-    "is_decoder",
-    "layer_types",
-    "max_window_layers",
-    "mlp_only_layers",
-    "mm_tokens_per_image",
-    "model_type",
-    "moe_intermediate_size",
-    "norm_topk_prob",
-    "num_key_value_heads",
-    "original_max_position_embeddings",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "pad_token_id",
-    "pretraining_tp",
-    "quantization_config",
-    "resid_pdrop",
-    "return_dict",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "router_aux_loss_coef",
-    "sliding_window",
-    "sliding_window_pattern",
-    "tie_word_embeddings",
-    "torch_dtype",
-    "transformers_version",
-    "unk_token_id",
-    "use_cache",
-    "use_sliding_window",
-    "vision_config",
-];
-
 /// Parses the text of a `config.json`.
 ///
 /// A model with a nested `text_config` (Gemma 3 with vision) is read as its text part. Errors name
@@ -95,31 +46,25 @@ pub fn parse(text: &[u8]) -> Result<ModelConfig> {
     parse_noting(text).map(|(config, _)| config)
 }
 
-/// [`parse`], and the keys of the text model that it neither reads nor knows to be without effect, in order: most
-/// are bookkeeping of a training tool, but one may be newer than this reader and mean something.
+/// [`parse`], and the keys of the text model that it neither reads nor knows to be without effect, in order. Their names
+/// do not speak of the mathematics (such a key is refused), but one may mean something all the same.
 pub fn parse_noting(text: &[u8]) -> Result<(ModelConfig, Vec<String>)> {
     let map = object(text)?;
     quantization_of(&map)?;
     let (family, architecture) = family_of(&map)?;
     let text_config = match map.get("text_config") {
         None | Some(Value::Null) => None,
-        Some(Value::Object(nested)) => Some(nested),
-        Some(v) => {
-            return Err(ConfigError::BadValue {
-                key: "text_config".into(),
-                got: v.to_string(),
-                want: "an object".into(),
-            });
+        Some(Value::Object(nested)) => {
+            refuse_two_descriptions(&map, nested)?;
+            Some(nested)
         }
+        Some(v) => return Err(ConfigError::bad("text_config", v, "an object")),
     };
     let asked = RefCell::default();
     let reader = Reader { map: text_config.unwrap_or(&map), outer: &map, family, asked };
     let config = families::read(&reader, architecture)?;
     config.validate()?;
-    let asked = reader.asked.into_inner();
-    let is_known = |key: &str| asked.contains(key) || WITHOUT_EFFECT.contains(&key) || key.starts_with('_');
-    let unread = reader.map.iter().filter(|(key, value)| !value.is_null() && !is_known(key));
-    Ok((config, unread.map(|(key, _)| key.clone()).collect()))
+    Ok((config, foreign::unread(&reader)?))
 }
 
 /// The `quantization_config` of a `config.json`, if it has one; [`parse`] refuses the methods that
@@ -128,16 +73,29 @@ pub fn quantization(text: &[u8]) -> Result<Option<QuantizationConfig>> {
     quantization_of(&object(text)?)
 }
 
+/// The element type that a `config.json` names in the spelling of transformers 4 or 5, if it names one.
+pub fn dtype(text: &[u8]) -> Result<Option<DType>> {
+    let map = object(text)?;
+    let nested = map.get("text_config").and_then(Value::as_object);
+    let keyed = |map: &Map<String, Value>| ["dtype", "torch_dtype"].map(|key| map.get(key).cloned());
+    let said = nested.into_iter().flat_map(keyed).chain(keyed(&map));
+    match said.flatten().find(|v| !v.is_null()) {
+        None => Ok(None),
+        Some(v) => match v.as_str().map(|name| name.trim_start_matches("torch.")) {
+            Some("float32" | "float") => Ok(Some(DType::F32)),
+            Some("float16" | "half") => Ok(Some(DType::F16)),
+            Some("bfloat16") => Ok(Some(DType::Bf16)),
+            _ => Err(ConfigError::bad("dtype", &v, "float32, float16 or bfloat16 (or give --dtype)")),
+        },
+    }
+}
+
 fn quantization_of(map: &Map<String, Value>) -> Result<Option<QuantizationConfig>> {
     let nested = || map.get("text_config").and_then(|t| t.get("quantization_config"));
     match map.get("quantization_config").or_else(nested) {
         None | Some(Value::Null) => Ok(None),
         Some(Value::Object(quantization)) => QuantizationConfig::parse(quantization).map(Some),
-        Some(v) => Err(ConfigError::BadValue {
-            key: "quantization_config".into(),
-            got: v.to_string(),
-            want: "an object".into(),
-        }),
+        Some(v) => Err(ConfigError::bad("quantization_config", v, "an object")),
     }
 }
 
@@ -159,26 +117,67 @@ pub fn eos_tokens(map: &Map<String, Value>) -> Result<Vec<TokenId>> {
 }
 
 fn token_id(key: &str, value: &Value) -> Result<TokenId> {
-    value.as_u64().and_then(|id| TokenId::try_from(id).ok()).ok_or_else(|| ConfigError::BadValue {
-        key: key.into(),
-        got: value.to_string(),
-        want: "a token id".into(),
-    })
+    let id = value.as_u64().and_then(|id| TokenId::try_from(id).ok());
+    id.ok_or_else(|| ConfigError::bad(key, value, "a token id"))
 }
 
+/// The family that `architectures` names, or else `model_type`; where both are there they must agree.
 fn family_of(map: &Map<String, Value>) -> Result<(Family, String)> {
-    let named = map.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str);
-    let model_type = map.get("model_type").and_then(Value::as_str);
-    let found = match named {
-        Some(name) => ARCHITECTURES.iter().find(|(known, ..)| *known == name),
-        None => ARCHITECTURES.iter().find(|(.., known)| Some(*known) == model_type),
+    let text = |key: &str, value: Option<&'_ Value>, want: &str| match value {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text.clone())),
+        Some(v) => Err(ConfigError::bad(key, v, want)),
     };
-    match found {
-        Some((name, family, _)) => Ok((*family, (*name).to_owned())),
-        None => Err(ConfigError::UnknownFamily {
-            got: named.or(model_type).unwrap_or("(none named)").into(),
+    let first = match map.get("architectures") {
+        None | Some(Value::Null) => None,
+        Some(Value::Array(names)) => names.first(),
+        Some(v) => return Err(ConfigError::bad("architectures", v, "a list of names")),
+    };
+    let named = text("architectures", first, "a list of names")?;
+    let model_type = text("model_type", map.get("model_type"), "a name")?;
+    let found = match &named {
+        Some(name) => ARCHITECTURES.iter().find(|(known, ..)| known == name),
+        None => ARCHITECTURES.iter().find(|(.., known)| Some(*known) == model_type.as_deref()),
+    };
+    let Some((name, family, own_type)) = found else {
+        return Err(ConfigError::UnknownFamily {
+            got: named.or(model_type).unwrap_or("(none named)".into()),
             supported: ARCHITECTURES.iter().map(|(name, ..)| *name).collect::<Vec<_>>().join(", "),
+        });
+    };
+    let is_own =
+        |model_type: &str| ARCHITECTURES.iter().any(|(_, f, known)| f == family && *known == model_type);
+    match model_type.filter(|model_type| !is_own(model_type)) {
+        None => Ok((*family, (*name).to_owned())),
+        Some(got) => Err(ConfigError::BadValue {
+            key: "model_type".into(),
+            got: format!("\"{got}\""),
+            want: format!("\"{own_type}\", because architectures names {name}"),
         }),
+    }
+}
+
+/// A nested `text_config` describes the model; sizes beside it must not say something else.
+fn refuse_two_descriptions(outer: &Map<String, Value>, nested: &Map<String, Value>) -> Result<()> {
+    const SIZES: [&str; 6] = [
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+    ];
+    let differs = |key: &&&str| {
+        let beside = outer.get(**key).filter(|v| !v.is_null());
+        beside.is_some() && beside != nested.get(**key)
+    };
+    match SIZES.iter().find(differs) {
+        None => Ok(()),
+        Some(key) => {
+            let got = nested.get(*key).unwrap_or(&Value::Null);
+            let want = format!("{}, as {key} beside text_config says", outer[*key]);
+            Err(ConfigError::bad(&format!("text_config.{key}"), got, &want))
+        }
     }
 }
 

@@ -86,15 +86,10 @@ impl<'a> Reader<'a> {
     }
 
     pub fn bad(&self, key: &str, got: &Value, want: &str) -> ConfigError {
-        ConfigError::BadValue { key: key.into(), got: got.to_string(), want: want.into() }
+        ConfigError::bad(key, got, want)
     }
 
     pub fn unsupported(&self, key: &str, got: &Value, want: &str) -> ConfigError {
-        ConfigError::Unsupported {
-            key: key.into(),
-            got: got.to_string(),
-            family: self.family.name().into(),
-            want: want.into(),
-        }
+        ConfigError::unsupported(key, got, self.family.name(), want)
     }
 }

@@ -28,16 +28,16 @@ pub(super) fn read(reader: &Reader<'_>, sizes: &Dimensions) -> Result<Ropes> {
     if reader.family == Family::Gemma3 {
         return gemma3(reader, sizes, scaling, parameters);
     }
-    let object = scaling.or(parameters);
+    let object = one_of(reader, scaling, parameters)?;
     if let Some(key) = object.and_then(|o| o.keys().find(|key| key.ends_with("_attention"))) {
         return Err(reader.unsupported("rope_parameters", &Value::from(key.as_str()), "one rope for all"));
     }
     let one = RopeObject { reader, object, max_position: sizes.max_position };
-    let theta = match one.positive("rope_theta")?.or(reader.positive("rope_theta")?) {
+    let theta = match one.agreed("rope_theta", "rope_theta")? {
         Some(theta) => theta,
         None => return Err(reader.missing("rope_theta (or rope_parameters.rope_theta)")),
     };
-    let partial = one.positive("partial_rotary_factor")?.or(reader.positive("partial_rotary_factor")?);
+    let partial = one.agreed("partial_rotary_factor", "partial_rotary_factor")?;
     let rotary_dim = match partial {
         None => sizes.head_dim,
         Some(1.0) => sizes.head_dim,
@@ -47,6 +47,31 @@ pub(super) fn read(reader: &Reader<'_>, sizes: &Dimensions) -> Result<Ropes> {
         }
     };
     Ok(Ropes { rope: RopeConfig { theta, scaling: one.scaling()? }, local: None, rotary_dim })
+}
+
+/// The rope object of transformers 4 or 5; a file with both must say the same twice.
+fn one_of<'a>(
+    reader: &Reader<'_>,
+    scaling: Option<&'a Map<String, Value>>,
+    parameters: Option<&'a Map<String, Value>>,
+) -> Result<Option<&'a Map<String, Value>>> {
+    match (scaling, parameters) {
+        (Some(scaling), Some(parameters)) => {
+            let differs = |(key, v): &(&String, &Value)| parameters.get(*key) != Some(*v);
+            match scaling.iter().find(differs) {
+                None => Ok(Some(parameters)),
+                Some((key, v)) => {
+                    let said = parameters.get(key).unwrap_or(&Value::Null);
+                    Err(reader.bad(
+                        &format!("rope_scaling.{key}"),
+                        v,
+                        &format!("{said}, as in rope_parameters"),
+                    ))
+                }
+            }
+        }
+        (one, other) => Ok(one.or(other)),
+    }
 }
 
 /// One rope for the full layers and one for the sliding ones; `rope_scaling` belongs to the first.
@@ -72,11 +97,11 @@ fn gemma3(
         if let Some(part) = one.positive("partial_rotary_factor")?.filter(|part| *part != 1.0) {
             return Err(reader.unsupported("partial_rotary_factor", &Value::from(part), "only 1"));
         }
-        let theta = one.positive("rope_theta")?.or(reader.positive(theta_key)?).unwrap_or(class_default);
+        let theta = one.agreed("rope_theta", theta_key)?.unwrap_or(class_default);
         Ok(RopeConfig { theta, scaling: one.scaling()? })
     };
     Ok(Ropes {
-        rope: rope(scaling.or(nested("full_attention")?), "rope_theta", 1_000_000.0)?,
+        rope: rope(one_of(reader, scaling, nested("full_attention")?)?, "rope_theta", 1_000_000.0)?,
         local: Some(rope(nested("sliding_attention")?, "rope_local_base_freq", 10_000.0)?),
         rotary_dim: sizes.head_dim,
     })
@@ -92,16 +117,7 @@ struct RopeObject<'a> {
 impl RopeObject<'_> {
     fn scaling(&self) -> Result<RopeScaling> {
         let Some(object) = self.object else { return Ok(RopeScaling::None) };
-        let named = self.get("rope_type").or_else(|| self.get("type"));
-        let rope_type = match named.map(|v| (v, v.as_str())) {
-            None if self.get("factor").is_some() => return Err(self.reader.missing("rope_type")),
-            None => "default",
-            Some((_, Some(name))) => name,
-            Some((v, None)) => return Err(self.reader.bad("rope_type", v, "a name")),
-        };
-        // Phi3Config renames its older spellings.
-        let phi3 = self.reader.family == Family::Phi3;
-        let rope_type = if phi3 && matches!(rope_type, "su" | "yarn") { "longrope" } else { rope_type };
+        let rope_type = self.rope_type()?;
         let (scaling, keys): (_, &[&str]) = match rope_type {
             "default" => (RopeScaling::None, &[]),
             "linear" => (RopeScaling::Linear { factor: self.required("factor")? }, &["factor"]),
@@ -127,11 +143,35 @@ impl RopeObject<'_> {
         }
     }
 
+    /// The name of the rope type, in either spelling.
+    fn rope_type(&self) -> Result<&str> {
+        let name = |key: &str| {
+            let named = self.get(key).map(|v| v.as_str().ok_or_else(|| self.reader.bad(key, v, "a name")));
+            // Phi3Config renames its older spellings.
+            let phi3 = self.reader.family == Family::Phi3;
+            let renamed = |name| if phi3 && matches!(name, "su" | "yarn") { "longrope" } else { name };
+            named.transpose().map(|name| name.map(renamed))
+        };
+        match (name("rope_type")?, name("type")?) {
+            (Some(new), Some(old)) if new != old => {
+                let want = format!("\"{new}\", as rope_type beside it says");
+                Err(self.reader.bad("rope type", &Value::from(old), &want))
+            }
+            (None, None) if self.get("factor").is_some() => Err(self.reader.missing("rope_type")),
+            (new, old) => Ok(new.or(old).unwrap_or("default")),
+        }
+    }
+
     fn llama3(&self) -> Result<RopeScaling> {
+        let (low, high) = (self.required("low_freq_factor")?, self.required("high_freq_factor")?);
+        if low >= high {
+            let want = format!("more than low_freq_factor {low}");
+            return Err(self.reader.bad("rope high_freq_factor", &Value::from(high), &want));
+        }
         Ok(RopeScaling::Llama3 {
             factor: self.required("factor")?,
-            low_freq_factor: self.required("low_freq_factor")?,
-            high_freq_factor: self.required("high_freq_factor")?,
+            low_freq_factor: low,
+            high_freq_factor: high,
             original_max_position: self.original_max_position()?,
         })
     }
@@ -141,11 +181,17 @@ impl RopeObject<'_> {
         let factor = self.factor_or_ratio(original_max_position)?;
         let strength =
             || Ok(yarn_attention_factor(factor, self.number("mscale")?, self.number("mscale_all_dim")?));
+        let beta_fast = self.positive("beta_fast")?.unwrap_or(32.0); // class defaults
+        let beta_slow = self.positive("beta_slow")?.unwrap_or(1.0);
+        if beta_fast <= beta_slow {
+            let want = format!("more than beta_slow {beta_slow}");
+            return Err(self.reader.bad("rope beta_fast", &Value::from(beta_fast), &want));
+        }
         Ok(RopeScaling::Yarn {
             factor,
             original_max_position,
-            beta_fast: self.positive("beta_fast")?.unwrap_or(32.0), // class defaults
-            beta_slow: self.positive("beta_slow")?.unwrap_or(1.0),
+            beta_fast,
+            beta_slow,
             attention_factor: self.positive("attention_factor")?.map_or_else(strength, Ok)?,
             truncate: match self.get("truncate") {
                 None => true,
@@ -174,8 +220,18 @@ impl RopeObject<'_> {
     /// Phi-3 keeps it beside the rope values; without it nothing was extended.
     fn original_max_position(&self) -> Result<usize> {
         const KEY: &str = "original_max_position_embeddings";
-        let own = self.positive(KEY)?.map(|n| n as usize);
-        Ok(self.reader.optional_count(KEY)?.or(own).unwrap_or(self.max_position))
+        Ok(self.agreed(KEY, KEY)?.map_or(self.max_position, |n| n as usize))
+    }
+
+    /// A positive number of the rope object or, as `outer`, beside it; where both are there they must be the same.
+    fn agreed(&self, key: &str, outer: &str) -> Result<Option<f64>> {
+        match (self.positive(key)?, self.reader.positive(outer)?) {
+            (Some(own), Some(beside)) if own != beside => {
+                let want = format!("{beside}, as {outer} beside it says");
+                Err(self.reader.bad(&format!("rope {key}"), &Value::from(own), &want))
+            }
+            (own, beside) => Ok(own.or(beside)),
+        }
     }
 
     fn list(&self, key: &str) -> Result<Vec<f64>> {

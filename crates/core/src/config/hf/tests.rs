@@ -67,6 +67,7 @@ fn counts_are_bounded_before_they_size_anything() {
         (json!({"num_experts": 4096, "num_hidden_layers": 64}), "at most 131072 over the 64 layers"),
         (json!({"moe_intermediate_size": 1u64 << 40}), "moe_intermediate_size"),
         (json!({"mlp_only_layers": [0, 1, 0]}), "a list of at most 2 layer numbers"),
+        (json!({"mlp_only_layers": [2]}), "layer numbers below 2"),
     ] {
         let message = of("Qwen3MoeForCausalLM", moe(patch.clone())).unwrap_err().to_string();
         assert!(message.contains(want), "{patch}: {message}");
@@ -296,6 +297,37 @@ fn what_is_not_understood_is_refused_by_name() {
         (json!({"rope_scaling": {"factor": 2}}), "rope_type"),
         (json!({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}}), "mrope_section"),
         (json!({"rope_scaling": {"rope_type": "linear"}}), "rope factor"),
+        (
+            json!({"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 2}}),
+            "\"linear\", as rope_type",
+        ),
+        (
+            json!({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}}),
+            "as in rope_parameters",
+        ),
+        (json!({"rope_parameters": {"rope_theta": 1000.0}}), "rope rope_theta is 1000.0, expected 500000"),
+        (
+            json!({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}}),
+            "high_freq_factor is 4.0, expected more than low_freq_factor 4",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": 8, "beta_fast": 1}}),
+            "more than beta_slow 1",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 32},
+                "original_max_position_embeddings": 64}),
+            "original_max_position_embeddings is 32.0, expected 64",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "longrope", "factor": 2, "short_factor": vec![0; 16],
+                "long_factor": vec![1; 16]}}),
+            "rope short_factor is a list whose number 1 is 0, expected 16 positive numbers",
+        ),
+        (json!({"model_type": "qwen2"}), "model_type is \"qwen2\", expected \"llama\""),
+        (json!({"model_type": "something_new"}), "something_new"),
+        (json!({"architectures": "LlamaForCausalLM"}), "architectures"),
+        (json!({"text_config": {}}), "text_config.hidden_size is null, expected 128"),
         (json!({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}), "full_attention"),
         (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
         (json!({"hidden_act": "gelu"}), "hidden_act"),
@@ -320,7 +352,7 @@ fn what_is_not_understood_is_refused_by_name() {
         ),
     ] {
         let message = with(patch).unwrap_err().to_string();
-        assert!(message.contains(word), "{message}");
+        assert!(message.contains(word), "{word}: {message}");
     }
     assert!(parse(b"").unwrap_err().to_string().contains("not a JSON object"));
     assert!(parse(b"[]").unwrap_err().to_string().contains("a list"));
@@ -337,6 +369,20 @@ fn quantization_is_read_beside_the_model() {
         quantization(text.as_bytes()).unwrap(),
         Some(QuantizationConfig::Awq { bits: 4, group_size: Some(128) })
     );
+}
+
+#[test]
+fn the_element_type_in_both_spellings() {
+    let of = |config: Value| dtype(config.to_string().as_bytes());
+    assert_eq!(of(json!({"torch_dtype": "bfloat16"})).unwrap(), Some(DType::Bf16));
+    assert_eq!(of(json!({"dtype": "float16", "torch_dtype": null})).unwrap(), Some(DType::F16));
+    assert_eq!(
+        of(json!({"dtype": "float32", "text_config": {"dtype": "bfloat16"}})).unwrap(),
+        Some(DType::Bf16)
+    );
+    assert_eq!(of(json!({})).unwrap(), None);
+    assert!(of(json!({"dtype": "int8"})).unwrap_err().to_string().contains("\"int8\""));
+    assert!(of(json!({"dtype": 16})).unwrap_err().to_string().contains("dtype is 16"));
 }
 
 #[test]
@@ -374,4 +420,69 @@ fn keys_that_nobody_knows_are_noted() {
     };
     assert_eq!(unread(json!({})), Vec::<String>::new());
     assert_eq!(unread(json!({"newer_than_this": 1, "absent_after_all": null})), ["newer_than_this"]);
+}
+
+/// Keys that change the mathematics of other models, and keys that are newer than this reader.
+#[test]
+fn keys_that_would_change_the_answers_are_refused() {
+    for (key, value) in [
+        ("position_embedding_type", json!("alibi")),
+        ("rotary_pct", json!(0.25)),
+        ("use_parallel_residual", json!(true)),
+        ("parallel_attn", json!(true)),
+        ("norm_type", json!("layer_norm")),
+        ("attn_scale", json!(0.5)),
+        ("scale_embeddings", json!(true)),
+        ("qkv_bias", json!(true)),
+        ("bias", json!(true)),
+        ("use_bias", json!(true)),
+        ("is_encoder_decoder", json!(true)),
+        ("is_causal", json!(false)),
+        ("scoring_func", json!("sigmoid")),
+        ("routed_scaling_factor", json!(2.5)),
+        ("n_group", json!(8)),
+        ("topk_method", json!("noaux_tc")),
+        ("first_k_dense_replace", json!(3)),
+        ("num_shared_experts", json!(1)),
+        ("pruned_heads", json!({"0": [1]})),
+        ("quantization", json!({"group_size": 64, "bits": 4})),
+        // Invented: the words of their names say what they are about.
+        ("per_layer_temperature", json!([1.0, 2.0])),
+        ("attention_sink_tokens", json!(4)),
+        ("gated_residual", json!("tanh")),
+    ] {
+        let message = of("Qwen3MoeForCausalLM", moe(json!({key: value}))).unwrap_err().to_string();
+        assert!(message.contains(&format!("config key {key} asks for")), "{message}");
+    }
+    let neutral = json!({"position_embedding_type": "rope", "rotary_pct": 1.0, "use_parallel_residual": false,
+        "norm_type": "RMSNorm", "attn_scale": 1, "bias": false, "is_causal": true, "scoring_func": "softmax",
+        "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 0, "first_k_dense_replace": 0, "pruned_heads": {},
+        "per_layer_temperature": null, "attention_sink_tokens": 0, "gated_residual": ""});
+    assert!(of("Qwen3MoeForCausalLM", moe(neutral)).is_ok());
+    assert!(of("Qwen2ForCausalLM", json!({"qkv_bias": true})).unwrap().qkv_bias);
+    assert!(of("Qwen2ForCausalLM", json!({"qkv_bias": false})).unwrap_err().to_string().contains("qkv_bias"));
+}
+
+/// What transformers 4.3x wrote into the nested config of a model, generation settings and all.
+#[test]
+fn bookkeeping_of_a_full_dump_passes_in_silence() {
+    let dump: Value = serde_json::from_str(
+        r#"{"return_dict": true, "output_hidden_states": false, "torchscript": false, "use_bfloat16": false,
+        "tf_legacy_loss": false, "pruned_heads": {}, "chunk_size_feed_forward": 0, "is_encoder_decoder": false,
+        "is_decoder": false, "add_cross_attention": false, "tie_encoder_decoder": false, "max_length": 20,
+        "min_length": 0, "do_sample": false, "early_stopping": false, "num_beams": 1, "num_beam_groups": 1,
+        "diversity_penalty": 0.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0,
+        "repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0,
+        "encoder_no_repeat_ngram_size": 0, "num_return_sequences": 1, "output_scores": false,
+        "return_dict_in_generate": false, "remove_invalid_values": false, "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0}, "attn_implementation": "sdpa", "use_flash_attn": true, "unsloth_fixed": true,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "is_llama_config": true,
+        "rope_interleaved": false, "attention_probs_dropout_prob": 0.1, "initializer_range": 0.02,
+        "tokenizer_class": "X", "use_mrope": false}"#,
+    )
+    .unwrap();
+    let mut config = llama();
+    config.as_object_mut().unwrap().extend(dump.as_object().unwrap().clone());
+    let (_, unread) = parse_noting(config.to_string().as_bytes()).unwrap();
+    assert_eq!(unread, Vec::<String>::new());
 }
