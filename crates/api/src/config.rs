@@ -4,6 +4,7 @@ use crate::keys::ApiKeys;
 use crate::parsers::ParserChoice;
 use crate::transport::Tls;
 use axum::http::HeaderValue;
+use lockstep_comm::watch::WatchPage;
 use lockstep_core::limits::HTTP_BODY_BYTES_MAX;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -57,6 +58,19 @@ pub struct ApiConfig {
     pub version: String,
     /// The processes of this server, for `/server_info`.
     pub processes: Vec<ProcessInfo>,
+    /// Where the loops of these processes stand; none in tests without processes.
+    pub watch: Option<Watched>,
+}
+
+/// The watch page, and whose mark is which.
+#[derive(Clone, Debug)]
+pub struct Watched {
+    /// The page.
+    pub page: WatchPage,
+    /// Name and mark of every loop.
+    pub loops: Vec<(String, usize)>,
+    /// Marks of the ranks, in order.
+    pub ranks: Vec<usize>,
 }
 
 impl ApiConfig {
@@ -84,6 +98,7 @@ impl ApiConfig {
             created: unix_seconds(),
             version: env!("CARGO_PKG_VERSION").into(),
             processes: Vec::new(),
+            watch: None,
         }
     }
 }

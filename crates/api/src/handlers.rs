@@ -33,6 +33,8 @@ pub(crate) struct App {
     pub(crate) run_id: u32,
     /// Request bodies that are being read.
     pub(crate) bodies: Bodies,
+    /// Held by the one health check that generates a token for all.
+    pub(crate) probing: tokio::sync::Mutex<()>,
 }
 
 /// An endpoint that generates: parse, validate, submit, answer.
@@ -100,14 +102,6 @@ fn model_card(config: &ApiConfig) -> Value {
         "owned_by": "lockstep",
         "max_model_len": config.context_max,
     })
-}
-
-/// `GET /health`: 200 while requests are admitted, else 503 with the reason.
-pub(crate) async fn health(State(app): State<Arc<App>>) -> Answer {
-    match app.engine.refusing() {
-        None => json(&json!({ "status": "ok" })),
-        Some(refusal) => refuse(&refusal),
-    }
 }
 
 /// `GET /version`

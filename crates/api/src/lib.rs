@@ -26,6 +26,7 @@ mod errors;
 mod fields;
 pub mod fuzzing;
 mod handlers;
+mod health;
 pub mod keys;
 mod listen;
 mod metrics;
@@ -42,7 +43,7 @@ mod text;
 mod timing;
 pub mod transport;
 
-pub use config::{ApiConfig, CONNECTIONS_MAX, Cors, Patience, ProcessInfo, SamplingDefaults};
+pub use config::{ApiConfig, CONNECTIONS_MAX, Cors, Patience, ProcessInfo, SamplingDefaults, Watched};
 pub use control::{Ended, ServerControl, ServerHandle};
 pub use engine::{EngineClient, EngineInbound, EngineLink, Outbound, dispatch};
 pub use error::ApiError;

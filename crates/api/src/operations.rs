@@ -1,9 +1,7 @@
-//! Endpoints for whoever runs the server: flush the prefix cache, abort requests, prove that the ranks generate,
-//! tell what is served; and the refusal of endpoints that need another kind of model.
+//! Endpoints for whoever runs the server: flush the prefix cache, abort requests, tell what is served; and the refusal of endpoints that need another kind of model.
 
 use crate::ApiConfig;
 use crate::body::read_object;
-use crate::engine::{Event, NewRequest};
 use crate::fields::Fields;
 use crate::handlers::App;
 use crate::openapi::native;
@@ -12,19 +10,9 @@ use crate::respond::{Answer, json, json_or_refusal, refuse};
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::{Request, Uri};
-use lockstep_core::{Refusal, SamplingParams};
-use lockstep_wire::{Prompt, TextParams, TokenizeParams};
+use lockstep_core::Refusal;
 use serde_json::{Value, json};
 use std::sync::Arc;
-use std::time::Duration;
-use tokio::time::Instant;
-
-/// How long the token of a health check may take; one that waits behind long prompts needs a while.
-const HEALTH_PATIENCE: Duration = Duration::from_secs(20);
-/// Any token that every vocabulary has.
-const HEALTH_PROMPT: u32 = 0;
-/// In front of everything that clients may ask for.
-const HEALTH_PRIORITY: i32 = i32::MAX;
 
 /// Endpoints of OpenAI's and its kin's API that a generation model cannot serve, and what they need.
 pub(crate) const UNSUPPORTED: &[(&str, &str)] = &[
@@ -117,43 +105,6 @@ async fn aborted(app: &App, request: Request<Body>) -> Result<usize, Refusal> {
         return Err(fields.invalid("rid", "is required: the id of an answer, or abort_all: true"));
     };
     Ok(app.engine.abort(Some(name)))
-}
-
-/// `GET /health_generate`: 200 once all ranks together have generated a token, else 503 with the reason.
-pub(crate) async fn health_generate(State(app): State<Arc<App>>) -> Answer {
-    let started = Instant::now();
-    match tokio::time::timeout(HEALTH_PATIENCE, generate_one(&app)).await {
-        Ok(Ok(())) => json(&json!({ "status": "ok", "generate_ms": started.elapsed().as_secs_f64() * 1e3 })),
-        Ok(Err(refusal)) => {
-            let message = format!("the engine cannot generate: {}", refusal.message);
-            refuse(&Refusal { message, ..Refusal::unavailable("") })
-        }
-        Err(_) => refuse(&Refusal::unavailable(format!(
-            "no token came within {} s; {} requests are open, so the engine is overloaded or stuck",
-            HEALTH_PATIENCE.as_secs(),
-            app.engine.requests_open()
-        ))),
-    }
-}
-
-/// Generates one token; leaving early aborts it.
-async fn generate_one(app: &App) -> Result<(), Refusal> {
-    let request = NewRequest {
-        prompt: Prompt::Tokens(vec![HEALTH_PROMPT]),
-        tokenizing: TokenizeParams::default(),
-        sampling: SamplingParams { max_tokens: Some(1), ignore_eos: true, ..SamplingParams::default() },
-        text: TextParams::default(),
-        cache_salt: None,
-        priority: HEALTH_PRIORITY,
-    };
-    let mut generation = app.engine.submit(vec![request], 1)?;
-    loop {
-        match generation.next().await {
-            (_, Event::Refused(refusal)) => return Err(refusal),
-            (_, Event::Delta(delta)) if delta.finish.is_some() => return Ok(()),
-            (_, Event::Delta(_)) => {}
-        }
-    }
 }
 
 /// `GET /get_model_info`, `GET /model_info`

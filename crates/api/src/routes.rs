@@ -5,7 +5,7 @@ use crate::dialect::{Chat, Completions, Dialect, Messages, Responses, SglangGene
 use crate::handlers::{self, App};
 use crate::openapi::operations::{Answers, Operation};
 use crate::openapi::{anthropic, native, ollama as ollama_fields};
-use crate::{operations, text};
+use crate::{health, operations, text};
 use axum::Router;
 use axum::routing::{MethodRouter, get, post};
 use std::sync::Arc;
@@ -155,17 +155,20 @@ pub(crate) const ROUTES: &[Route] = &[
     ),
     route(
         "/health",
-        || get(handlers::health),
+        || get(health::health),
         Operation::get(
             "Health",
-            "200 `{\"status\":\"ok\"}`; 503 with the reason while the server drains or after the engine was lost",
+            "200 `{\"status\":\"ok\"}`; 503 with the reason while the server drains, after the engine was lost, and \
+             while a process does not answer",
         ),
     ),
     route(
-        "/health_generate",
-        || get(operations::health_generate),
-        Operation::get("Generated", HEALTH_GENERATE),
+        "/health/live",
+        || get(health::live),
+        Operation::get("Health", "200 as long as the server can answer at all, also while it drains"),
     ),
+    route("/health/ready", || get(health::ready), Operation::get("Ready", HEALTH_READY)),
+    route("/health_generate", || get(health::generate), Operation::get("Generated", HEALTH_GENERATE)),
     route("/version", || get(handlers::version), Operation::get("Version", "`{\"version\": ...}`")),
     route(
         "/metrics",
@@ -235,6 +238,8 @@ const TOKENIZE: &str = "the tokens of a prompt or a chat, from a tokenizer proce
 const DETOKENIZE: &str = "the text of tokens, as `prompt` (vLLM's name) and `text` (SGLang's)";
 const HEALTH_GENERATE: &str = "generates one token on all ranks, in front of waiting requests: 200 with `generate_ms`, \
     or 503 with the reason: refused, or nothing within 20 s";
+const HEALTH_READY: &str = "200 `{\"status\":\"ready\",\"token_age_seconds\":s}` if a token went round every rank within \
+    the last 10 s, or one does within 2 s now; else 503 as `/health`, or with what did not come";
 const ABORT_REQUEST: &str =
     "ends an answer by the `id` that its client saw, or all; see \"Running the server\"";
 const FLUSH_CACHE: Operation = Operation {

@@ -47,8 +47,8 @@ pub async fn serve(
     let (cors, keys) = (config.cors.clone(), Arc::new(config.api_keys.clone()));
     let limits = (config.tls.clone(), config.patience, config.connections_max);
     let bodies = Bodies::default();
-    let app =
-        Arc::new(App { config, engine: engine.clone(), policy: FieldPolicy::default(), run_id, bodies });
+    let (policy, probing) = (FieldPolicy::default(), Default::default());
+    let app = Arc::new(App { config, engine: engine.clone(), policy, run_id, bodies, probing });
     let routes = routes(app)
         .layer(middleware::from_fn_with_state(keys, keys::check))
         .layer(middleware::from_fn(listen::check_head));

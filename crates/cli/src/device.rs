@@ -4,6 +4,7 @@ use lockstep_backend::Backend;
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
 use lockstep_comm::Patience;
 use lockstep_comm::shm::{SharedRegion, ShmCollective, ShmGroup, ShmOptions};
+use lockstep_comm::watch::Mark;
 use lockstep_core::DType;
 use lockstep_engine::gpu::{self, Joined};
 use lockstep_engine::start::Groups;
@@ -25,14 +26,16 @@ pub trait RankTask {
     ) -> Result<Self::Output, EngineError>;
 }
 
-/// Opens the device of a rank, joins its groups in the shared memory `region` and runs `task`.
+/// Opens the device of a rank, joins its groups in the shared memory `region` and runs `task`; `mark` shows what
+/// the rank does in them.
 /// **Collective: all ranks of the replica.**
 pub fn on_device<T: RankTask>(
     config: &RankConfig,
     region: &OwnedFd,
+    mark: Option<Mark>,
     task: T,
 ) -> Result<T::Output, EngineError> {
-    let groups = join_groups(config, region)?;
+    let groups = join_groups(config, region, mark)?;
     match &config.device {
         DeviceConfig::Cpu => {
             let options = CpuOptions { threads: config.threads, ..CpuOptions::default() };
@@ -63,7 +66,7 @@ pub fn on_device<T: RankTask>(
 }
 
 /// The replica's process group and the TP group's collective, side by side in one region.
-fn join_groups(config: &RankConfig, region: &OwnedFd) -> Result<Groups, EngineError> {
+fn join_groups(config: &RankConfig, region: &OwnedFd, mark: Option<Mark>) -> Result<Groups, EngineError> {
     let p = config.parallel;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let options = ShmOptions {
@@ -74,7 +77,11 @@ fn join_groups(config: &RankConfig, region: &OwnedFd) -> Result<Groups, EngineEr
         .map_err(|e| EngineError::Internal(format!("cannot map the rank group's shared memory: {e}")))?;
     let region = Arc::new(region);
     let join = |e: lockstep_comm::collective::CollectiveError| EngineError::from(e);
-    let replica = ShmGroup::new(Arc::clone(&region), p.replica_rank(), options).map_err(join)?;
-    let tensors = ShmCollective::new(region, p.tp_rank, options).map_err(join)?;
+    let mut replica = ShmGroup::new(Arc::clone(&region), p.replica_rank(), options).map_err(join)?;
+    let mut tensors = ShmCollective::new(region, p.tp_rank, options).map_err(join)?;
+    if let Some(mark) = mark {
+        replica = replica.watched(mark.clone());
+        tensors = tensors.watched(mark);
+    }
     Ok(Groups { replica: Box::new(replica), tensors: Box::new(tensors) })
 }

@@ -6,6 +6,7 @@
 //! | [`group`] | control | [`ProcessGroup`]: barrier, gather and broadcast of small things among ranks |
 //! | [`collective`] | data | [`Collective`]: sums and gathers of tensors; [`OneRank`] is the identity |
 //! | [`shm`] | both | `ProcessGroup` and `Collective` over shared memory, for ranks of one host |
+//! | [`watch`] | – | the page that shows where every process stands |
 //! | [`library`] | – | shared libraries found when the program runs, for the devices |
 //! | [`nccl`] | data | `Collective` over NCCL, for ranks with a GPU each |
 //! | [`mod@bench`] | – | latencies of the above, for `lockstep bench comm` |
@@ -21,8 +22,10 @@ pub mod collective;
 pub mod group;
 pub mod library;
 pub mod link;
+mod mapping;
 pub mod nccl;
 pub mod shm;
+pub mod watch;
 
 pub use collective::{Collective, CollectiveError, OneRank, StreamHandle};
 pub use group::{Patience, ProcessGroup};
@@ -30,4 +33,4 @@ pub use link::{
     AsyncReceiver, BroadcastReceiver, BroadcastSender, Context, Endpoint, LinkError, Receiver, Sender,
 };
 pub use nccl::NcclCollective;
-pub use shm::{AbortHandle, ProgressReader, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions};
+pub use shm::{AbortHandle, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions};

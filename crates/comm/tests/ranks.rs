@@ -8,12 +8,14 @@
 
 use lockstep_comm::collective::CollectiveError;
 use lockstep_comm::shm::Operation;
+use lockstep_comm::watch::{Position, Track, WatchPage};
 use lockstep_comm::{
-    AbortHandle, Collective, Patience, ProcessGroup, ProgressReader, SharedRegion, ShmCollective, ShmGroup,
-    ShmLayout, ShmOptions, StreamHandle,
+    AbortHandle, Collective, Patience, ProcessGroup, SharedRegion, ShmCollective, ShmGroup, ShmLayout,
+    ShmOptions, StreamHandle,
 };
 use lockstep_core::DType;
-use std::os::fd::{AsFd, OwnedFd};
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,6 +24,7 @@ const SLOT_BYTES: usize = 16 << 10;
 /// Long enough that only a hang reaches it.
 const LONG: Duration = Duration::from_secs(120);
 const ROLE: &str = "LOCKSTEP_TEST_ROLE";
+const PAGE: &str = "LOCKSTEP_TEST_PAGE";
 
 /// xorshift64*: the same numbers on every rank for the same seed.
 struct Random(u64);
@@ -95,6 +98,13 @@ impl Rank {
         let group = ShmGroup::new(region.clone(), rank, options(size)).unwrap();
         let collective = ShmCollective::new(region, rank, options(size)).unwrap();
         Self { rank, size, group, collective }
+    }
+
+    /// Shows what it does on `page`.
+    fn watched(self, page: &WatchPage) -> Self {
+        let mark = page.mark(self.rank);
+        let Self { rank, size, group, collective } = self;
+        Self { rank, size, group: group.watched(mark.clone()), collective: collective.watched(mark) }
     }
 
     /// Runs `rounds` random operations, the same on every rank, and checks every result.
@@ -231,9 +241,21 @@ fn threads_8() {
 
 /// Starts rank `rank` as a process with the given role.
 fn spawn(fd: &OwnedFd, role: &str, rank: usize, size: usize, seed: u64) -> Child {
+    spawn_watched(fd, None, role, (rank, size, seed))
+}
+
+/// The same with a watch page.
+fn spawn_watched(
+    fd: &OwnedFd,
+    page: Option<&OwnedFd>,
+    role: &str,
+    (rank, size, seed): (usize, usize, u64),
+) -> Child {
+    let page = page.map(|fd| format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd()));
     Command::new(std::env::current_exe().unwrap())
         .args(["rank_process", "--exact", "--nocapture", "--test-threads=1"])
         .env(ROLE, format!("{role} {rank} {size} {seed}"))
+        .env(PAGE, page.unwrap_or_default())
         .stdin(Stdio::from(fd.try_clone().unwrap()))
         .stdout(Stdio::null())
         .spawn()
@@ -248,6 +270,11 @@ fn rank_process() {
     let [role, rank, size, seed] = words[..] else { panic!("{ROLE}={role}") };
     let (rank, size): (usize, usize) = (rank.parse().unwrap(), size.parse().unwrap());
     let mut member = Rank::join(std::io::stdin(), rank, size);
+    let page = std::env::var(PAGE).unwrap();
+    if !page.is_empty() {
+        let page = File::options().read(true).write(true).open(page).unwrap();
+        member = member.watched(&WatchPage::map(page).unwrap());
+    }
     match role {
         "random" => member.run(seed.parse().unwrap(), 120),
         "wait" => match member.group.barrier(Patience::Idle) {
@@ -293,17 +320,24 @@ fn until(what: &str, ready: impl Fn() -> bool) {
     }
 }
 
+fn at(page: &WatchPage, rank: usize, track: Track) -> Position {
+    *page.read(rank).track(track)
+}
+
 #[test]
 fn a_killed_rank_releases_the_others_through_the_abort_word() {
     let fd = group_of(2);
-    let (progress, abort) = (ProgressReader::new(&fd).unwrap(), AbortHandle::new(&fd).unwrap());
-    let mut waiting = spawn(&fd, "wait", 0, 2, 0);
-    let mut dying = spawn(&fd, "hang", 1, 2, 0);
-    until("rank 0 waits in its barrier", || progress.read(0).group.inside);
-    until("rank 1 waits in its all_reduce", || progress.read(1).collective.inside);
-    assert_eq!(progress.read(0).group.operation, Operation::Barrier);
-    assert_eq!(progress.read(1).collective.operation, Operation::AllReduce);
-    assert_eq!(progress.read(1).collective.sequence, 1);
+    let (page_fd, page) = WatchPage::create(2).unwrap();
+    let abort = AbortHandle::new(&fd).unwrap();
+    let mut waiting = spawn_watched(&fd, Some(&page_fd), "wait", (0, 2, 0));
+    let mut dying = spawn_watched(&fd, Some(&page_fd), "hang", (1, 2, 0));
+    until("rank 0 waits in its barrier", || at(&page, 0, Track::Group).inside);
+    until("rank 1 waits in its all_reduce", || at(&page, 1, Track::Tensors).inside);
+    assert_eq!(at(&page, 0, Track::Group).operation(), Operation::Barrier);
+    assert_eq!(at(&page, 1, Track::Tensors).operation(), Operation::AllReduce);
+    assert_eq!(at(&page, 1, Track::Tensors).sequence, 1);
+    let beat = page.read(0).beat_ns;
+    until("a rank that waits beats", || page.read(0).beat_ns > beat);
     dying.kill().unwrap();
     dying.wait().unwrap();
     let start = Instant::now();
@@ -314,24 +348,27 @@ fn a_killed_rank_releases_the_others_through_the_abort_word() {
 }
 
 #[test]
-fn progress_tells_inside_from_left() {
+fn the_page_tells_inside_from_left() {
     let fd = group_of(2);
-    let progress = ProgressReader::new(&fd).unwrap();
-    assert_eq!(progress.size(), 2);
-    assert_eq!(progress.read(0).group.operation, Operation::None);
+    let (_, page) = WatchPage::create(2).unwrap();
+    assert_eq!(at(&page, 0, Track::Group).operation(), Operation::None);
     std::thread::scope(|scope| {
         for rank in 0..2 {
-            let fd = fd.as_fd();
+            let (fd, page) = (fd.as_fd(), &page);
             scope.spawn(move || {
-                let mut member = Rank::join(fd, rank, 2);
+                let mut member = Rank::join(fd, rank, 2).watched(page);
                 for _ in 0..5 {
                     member.group.barrier(Patience::Idle).unwrap();
                 }
             });
         }
     });
-    let group = progress.read(1).group;
-    assert_eq!((group.sequence, group.operation, group.inside), (5, Operation::Barrier, false));
+    let group = at(&page, 1, Track::Group);
+    assert_eq!((group.sequence, group.operation(), group.inside), (5, Operation::Barrier, false));
+    let mut events = Vec::new();
+    assert_eq!(page.events(1, Track::Group, 0, &mut events), (10, 0));
+    let seen: Vec<_> = events.iter().map(|e| (e.sequence, e.inside)).collect();
+    assert_eq!(seen, (1..=5).flat_map(|n| [(n, true), (n, false)]).collect::<Vec<_>>());
 }
 
 /// CPU time of the calling thread.
@@ -382,12 +419,11 @@ fn an_abort_reaches_a_sleeping_thread_in_every_operation() {
     ];
     for wait in waits {
         let fd = group_of(2);
-        let (progress, abort) = (ProgressReader::new(&fd).unwrap(), AbortHandle::new(&fd).unwrap());
+        let ((_, page), abort) = (WatchPage::create(2).unwrap(), AbortHandle::new(&fd).unwrap());
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| wait(Rank::join(&fd, 0, 2)));
+            let waiting = scope.spawn(|| wait(Rank::join(&fd, 0, 2).watched(&page)));
             until("the rank waits", || {
-                let at = progress.read(0);
-                at.group.inside || at.collective.inside
+                at(&page, 0, Track::Group).inside || at(&page, 0, Track::Tensors).inside
             });
             abort.abort("stopping");
             let error = waiting.join().unwrap();

@@ -4,6 +4,7 @@ use crate::control::{ControlError, Follower, Outgoing, Primary, Result, Wait};
 use lockstep_comm::link::{
     BroadcastReceiver, BroadcastSender, Context, Endpoint, LinkError, Receiver, Sender,
 };
+use lockstep_comm::watch::{BEAT_INTERVAL, Mark};
 use lockstep_wire::{Broadcast, ToApi, ToDetokenizer, ToScheduler};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -50,6 +51,7 @@ pub struct ZmqPrimary {
     detokenizer: Outbox<ToDetokenizer>,
     api: Outbox<ToApi>,
     start: Instant,
+    mark: Option<Mark>,
 }
 
 impl ZmqPrimary {
@@ -68,7 +70,13 @@ impl ZmqPrimary {
             detokenizer: Outbox::connect(context, &links.detokenizer)?,
             api: Outbox::connect(context, &links.api)?,
             start: Instant::now(),
+            mark: None,
         })
+    }
+
+    /// Beats on the watch page while it waits for messages.
+    pub fn watched(self, mark: Option<Mark>) -> Self {
+        Self { mark, ..self }
     }
 
     fn flush(&mut self) -> Result<()> {
@@ -105,8 +113,11 @@ impl Primary for ZmqPrimary {
         }
         while wait == Wait::UntilMessage && into.is_empty() {
             // With results still waiting for a slow receiver, look after them from time to time.
-            let pause = (!self.is_flushed()).then_some(BACKLOG_PAUSE);
-            into.extend(self.inbox.recv(pause)?);
+            let pause = if self.is_flushed() { BEAT_INTERVAL } else { BACKLOG_PAUSE };
+            into.extend(self.inbox.recv(Some(pause))?);
+            if let Some(mark) = &self.mark {
+                mark.beat();
+            }
             self.flush()?;
         }
         while into.len() < MESSAGES_PER_STEP_MAX {

@@ -16,6 +16,7 @@ use crate::runner::Runner;
 use crate::timing::Timings;
 use crate::{EngineError, Result};
 use lockstep_comm::group::{Patience, ProcessGroup};
+use lockstep_comm::watch::{Activity, Mark};
 use lockstep_core::limits::PROMPT_LOGPROBS_MAX;
 use lockstep_core::{PageId, RequestId, TokenId};
 use lockstep_scheduler::{Event, Scheduler, StepPlan};
@@ -48,6 +49,8 @@ pub struct RankLoop<P, F, R> {
     settings: LoopSettings,
     /// Facts that do not change, completed with counters when asked.
     info: EngineInfo,
+    /// Where others see what this rank does; nothing reads it here.
+    mark: Option<Mark>,
     state: LoopState,
 }
 
@@ -94,7 +97,12 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         let exchange = Exchange::new(group.size());
         let flight = FlightRecorder::new(settings.request_timeout_ms, settings.flight_segment_bytes);
         let (timings, state) = (Timings::default(), LoopState::default());
-        Self { role, group, scheduler, runner, exchange, flight, timings, settings, info, state }
+        Self { role, group, scheduler, runner, exchange, flight, timings, settings, info, mark: None, state }
+    }
+
+    /// Shows on the watch page what this rank does.
+    pub fn watched(self, mark: Option<Mark>) -> Self {
+        Self { mark, ..self }
     }
 
     /// Steps until a shutdown message has been applied, nothing is in flight and all results are sent.
@@ -111,7 +119,16 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         while self.state.in_flight > 0 {
             self.read_oldest()?;
         }
-        self.send_results()
+        self.send_results()?;
+        self.enter(Activity::Ended);
+        Ok(())
+    }
+
+    /// From here on this rank is at `activity`.
+    fn enter(&self, activity: Activity) {
+        if let Some(mark) = &self.mark {
+            mark.enter(activity, self.state.plan.step);
+        }
     }
 
     /// Gives the links back after the loop has ended.
@@ -136,10 +153,12 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
             return Ok(());
         }
         let launched = self.plan_and_launch()?;
+        self.enter(Activity::Collect);
         let keep = usize::from(self.settings.overlap && launched);
         while self.state.in_flight > keep {
             self.read_oldest()?;
         }
+        self.enter(Activity::Send);
         self.send_results()
     }
 
@@ -154,6 +173,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         };
         let mut inbox = std::mem::take(&mut self.state.inbox);
         let mut stamp_ms = 0;
+        self.enter(if idle { Activity::Idle } else { Activity::Agree });
         if let Role::Primary(primary) = &mut self.role {
             let wait = match (idle, self.state.gate.len()) {
                 (false, _) => Wait::No,
@@ -168,6 +188,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         let prepared = self.runner.grammars_prepared();
         let announced = Announcement { messages: inbox.len() as u32, stamp_ms, prepared };
         let agreed = self.exchange.agree(&mut *self.group, announced, &self.scheduler.digest(), patience)?;
+        self.enter(Activity::Messages);
         self.state.prepared = agreed.prepared;
         if let Role::Follower(follower) = &mut self.role {
             for _ in 0..agreed.messages {
@@ -243,6 +264,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
 
     /// Whether a step was launched.
     fn plan_and_launch(&mut self) -> Result<bool> {
+        self.enter(Activity::Plan);
         let planned = self.scheduler.plan_into(&mut self.state.plan);
         self.flight.plan(planned, self.scheduler.digest());
         if self.scheduler.config().track_freed {
@@ -256,6 +278,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         if let Some(now) = self.timing_clock() {
             self.timings.launched(&self.state.plan, now);
         }
+        self.enter(Activity::Launch);
         self.runner.launch(&self.state.plan)?;
         self.state.in_flight += 1;
         Ok(true)
@@ -275,6 +298,11 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         self.state.in_flight -= 1;
         self.flight.tokens(&self.state.tokens);
         self.scheduler.complete(step, &self.state.tokens);
+        if let Some(mark) = &self.mark
+            && !self.state.tokens.is_empty()
+        {
+            mark.token();
+        }
         Ok(())
     }
 

@@ -16,6 +16,7 @@ use lockstep_backend::{Backend, KvLayout};
 use lockstep_comm::collective::Collective;
 use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_comm::link::Context;
+use lockstep_comm::watch::Mark;
 use lockstep_core::shard::{self, HeadShard};
 use lockstep_core::{DType, ModelConfig, ParallelInfo};
 use lockstep_model::{
@@ -51,14 +52,16 @@ pub struct Prepared<B: Backend> {
 
 /// Runs one rank until it is told to stop. **Collective: all ranks of the replica.**
 ///
-/// `on_progress` hears how many parts of the model are loaded, then how many steps are recorded.
+/// `on_progress` hears how many parts of the model are loaded, then how many steps are recorded; `mark` shows
+/// what the loop does.
 pub fn run<B: Backend>(
     config: &RankConfig,
     backend: B,
     groups: Groups,
     on_progress: Progress<'_>,
+    mark: Option<Mark>,
 ) -> Result<()> {
-    serve(config, prepare(config, backend, groups, on_progress)?)
+    serve(config, prepare(config, backend, groups, on_progress)?, mark)
 }
 
 /// Loads the model and sizes the pool. **Collective: all ranks of the replica.**
@@ -198,13 +201,14 @@ impl<B: Backend> Loaded<B> {
 }
 
 /// Connects the control plane, tells the api that all ranks are ready, and loops.
-fn serve<B: Backend>(config: &RankConfig, prepared: Prepared<B>) -> Result<()> {
+fn serve<B: Backend>(config: &RankConfig, prepared: Prepared<B>, mark: Option<Mark>) -> Result<()> {
     let Prepared { mut group, scheduler, runner, info } = prepared;
     let context = Context::new();
     let settings = loop_settings(config);
     let patience = settings.collective_timeout;
     if config.parallel.is_primary() {
-        let mut links = ZmqPrimary::open(&context, &config.links, group.size() - 1, patience)?;
+        let links = ZmqPrimary::open(&context, &config.links, group.size() - 1, patience)?;
+        let mut links = links.watched(mark.clone());
         group.barrier(Patience::Idle)?;
         let ready = Ready {
             role: WireRole::Scheduler(config.parallel.rank()),
@@ -213,7 +217,7 @@ fn serve<B: Backend>(config: &RankConfig, prepared: Prepared<B>) -> Result<()> {
         };
         links.tell_api(ToApi::Ready(Box::new(ready)))?;
         let role: Role<ZmqPrimary, ZmqFollower> = Role::Primary(links);
-        let mut rank_loop = RankLoop::new(role, group, scheduler, runner, settings, info);
+        let mut rank_loop = RankLoop::new(role, group, scheduler, runner, settings, info).watched(mark);
         run_recorded(&mut rank_loop, config)?;
         match rank_loop.into_role() {
             Role::Primary(links) => Ok(links.finish(FAREWELL)?),
@@ -223,7 +227,7 @@ fn serve<B: Backend>(config: &RankConfig, prepared: Prepared<B>) -> Result<()> {
         let links = ZmqFollower::open(&context, &config.links, patience)?;
         group.barrier(Patience::Idle)?;
         let role: Role<ZmqPrimary, ZmqFollower> = Role::Follower(links);
-        let mut rank_loop = RankLoop::new(role, group, scheduler, runner, settings, info);
+        let mut rank_loop = RankLoop::new(role, group, scheduler, runner, settings, info).watched(mark);
         run_recorded(&mut rank_loop, config)
     }
 }

@@ -13,13 +13,14 @@
 //!
 //! The launcher (the process the user starts, also the api server) uses [`Supervisor`]; every child
 //! calls [`child::enter`] first thing in `main`. Reading order: [`topology`], [`child`],
-//! [`Supervisor`], [`status`], [`ready`]. Follows vLLM's death pipe and monitor
+//! [`Supervisor`], [`status`], [`ready`], [`watchdog`]. Follows vLLM's death pipe and monitor
 //! (`multiproc_executor.py`) and TGI's launcher; differs: pidfds instead of polling by id, the child
 //! is the same binary, and the verdict waits a moment for the first cause.
 
 mod cause;
 pub mod child;
 mod error;
+mod kernel;
 mod limits;
 mod lines;
 pub mod ready;
@@ -29,6 +30,7 @@ pub mod status;
 mod stderr;
 mod supervisor;
 pub mod topology;
+pub mod watchdog;
 mod watcher;
 
 pub use child::ChildEntry;
@@ -40,3 +42,4 @@ pub use status::{ChildStatus, Event, Failure, GROUP_ABORTED_EXIT, ORPHANED_EXIT,
 pub use stderr::StderrSink;
 pub use supervisor::{Events, ShutdownReport, Supervisor};
 pub use topology::{Endpoints, Process, Topology};
+pub use watchdog::{Concern, Concerns, Limits, Watchdog, WatchedLoop};

@@ -104,6 +104,8 @@ pub struct Failure {
     pub role: Role,
     /// How it ended.
     pub status: ChildStatus,
+    /// Why the launcher has killed it, if it did.
+    pub reason: Option<String>,
     /// When.
     pub phase: Phase,
     /// The end of its stderr and stdout, oldest first, at most [`crate::lines::TAIL_LINES_MAX`].
@@ -129,12 +131,15 @@ impl Failure {
             },
             _ => ExitCode::ChildDied,
         };
-        Self { process, role, status, phase, last_lines, exit_code }
+        Self { process, role, status, reason: None, phase, last_lines, exit_code }
     }
 }
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(reason) = &self.reason {
+            return write!(f, "lockstep: {} was ended while {} because {reason}", self.process, self.phase);
+        }
         write!(f, "lockstep: {} {} while {}", self.process, self.status, self.phase)?;
         match crate::lines::telling_line(&self.last_lines, self.status) {
             Some(line) => write!(f, "; {line}"),
@@ -203,6 +208,9 @@ mod tests {
             "lockstep: lockstep-TP1-scheduler was killed by signal 9 (SIGKILL) while serving; \
              last log line: step 12"
         );
+        let f = Failure { reason: Some("it was silent".into()), ..f };
+        let want = "lockstep: lockstep-TP1-scheduler was ended while serving because it was silent";
+        assert_eq!(f.to_string(), want);
         let f = failure(ChildStatus::Exit(3), Phase::Loading, &["x ERROR TP1 a.safetensors: short", "bye"]);
         assert_eq!(
             f.to_string(),

@@ -63,6 +63,12 @@ impl Supervisor {
         answer.recv().map_err(|_| LaunchError::SupervisorGone)?
     }
 
+    /// Ends a child that does not answer, at once, also one that is stopped. Its death is then told with `why`,
+    /// which follows "because", and is the first cause among others. Nothing happens when it has gone already.
+    pub fn give_up(&self, name: &str, why: String) -> Result<(), LaunchError> {
+        self.remote.send(Command::GiveUp { name: name.into(), why })
+    }
+
     /// What the server is doing from now on; see [`Phase`]. Starts as [`Phase::Loading`].
     pub fn set_phase(&self, phase: Phase) -> Result<(), LaunchError> {
         self.remote.send(Command::SetPhase(phase))

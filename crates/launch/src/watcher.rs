@@ -31,6 +31,7 @@ const SUDDEN_END_WAIT: Duration = Duration::from_secs(1);
 pub(crate) enum Command {
     Spawn(Box<ChildSpec>, SyncSender<Result<u32, LaunchError>>),
     SetPhase(Phase),
+    GiveUp { name: String, why: String },
     List(SyncSender<Vec<(String, u32)>>),
     AtSuddenEnd(Box<dyn FnOnce() + Send>),
     Shutdown { grace: Duration, done: Option<SyncSender<ShutdownReport>> },
@@ -64,6 +65,8 @@ struct Watched {
     sent: usize,
     outputs: [Output; 2],
     tail: Tail,
+    /// Why the launcher itself has killed it.
+    given_up: Option<String>,
 }
 
 /// stdout or stderr of a child.
@@ -230,6 +233,12 @@ impl Watcher {
                 // A reply nobody waits for any more is no error.
                 Command::Spawn(spec, reply) => drop(reply.send(self.start(&spec))),
                 Command::SetPhase(phase) => self.phase = phase,
+                Command::GiveUp { name, why } => {
+                    if let Some(child) = self.children.iter_mut().find(|child| child.name == name) {
+                        child.given_up = Some(why);
+                        let _ = pidfd_send_signal(&child.pidfd, Signal::KILL);
+                    }
+                }
                 Command::List(reply) => {
                     let list = self.children.iter().map(|c| (c.name.clone(), c.pid)).collect();
                     drop(reply.send(list));
@@ -254,6 +263,7 @@ impl Watcher {
             sent: 0,
             outputs: started.outputs.map(output),
             tail: Tail::default(),
+            given_up: None,
         });
         Ok(started.pid)
     }
@@ -401,7 +411,9 @@ impl Watcher {
             self.report(Event::ChildExited { name, role });
         } else if self.ending.is_none() {
             self.report(Event::ChildDied { name: name.clone(), role, status });
+            let reason = child.given_up.take();
             let failure = Failure::new(name, role, status, self.phase, child.tail.take());
+            let failure = Failure { reason, ..failure };
             self.verdict.add(failure, now);
         }
     }

@@ -152,6 +152,17 @@ impl EngineClient {
         self.registry.refusing()
     }
 
+    /// Some process does not answer, as far as can be seen: `/health` and its like say so, requests are still
+    /// admitted, since it may answer again. `None`: all answer.
+    pub fn set_suspicion(&self, suspicion: Option<String>) {
+        self.registry.set_suspicion(suspicion);
+    }
+
+    /// Which process does not answer at the moment.
+    pub(crate) fn suspicion(&self) -> Option<String> {
+        self.registry.suspicion()
+    }
+
     /// Ends the open requests of the answers that go by `name`, or all open requests; how many there were. To
     /// their clients they have finished, with [`FinishReason::Abort`](lockstep_core::FinishReason::Abort).
     pub(crate) fn abort(&self, name: Option<&str>) -> usize {

@@ -57,6 +57,8 @@ struct Table {
     refusing: Option<Refusal>,
     /// Nothing more will come from the engine.
     closed: bool,
+    /// Which process does not answer.
+    suspicion: Option<String>,
 }
 
 #[derive(Debug)]
@@ -187,6 +189,14 @@ impl Registry {
 
     pub(super) fn refusing(&self) -> Option<Refusal> {
         self.table().refusing.clone()
+    }
+
+    pub(super) fn set_suspicion(&self, suspicion: Option<String>) {
+        self.table().suspicion = suspicion;
+    }
+
+    pub(super) fn suspicion(&self) -> Option<String> {
+        self.table().suspicion.clone()
     }
 
     pub(super) fn requests_open(&self) -> usize {

@@ -395,6 +395,7 @@ fn about_the_server() -> Value {
         "Model": object(model, json!({})),
         "ModelList": object(json!({"object": {"const": "list"}, "data": list(of("Model"))}), json!({})),
         "Health": object(json!({"status": {"const": "ok"}}), json!({})),
+        "Ready": object(json!({"status": {"const": "ready"}, "token_age_seconds": {"type": "number"}}), json!({})),
         "Version": object(json!({"version": text()}), json!({})),
         "Root": object(
             json!({"server": text(), "version": text(), "model": of("ServedModel"), "endpoints": list(text())}),

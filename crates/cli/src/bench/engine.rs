@@ -200,7 +200,7 @@ impl Engine {
     fn rank(&self, rank: usize, region: &std::os::fd::OwnedFd, sets: Sets) -> Result<Vec<OfflineReport>> {
         let parallel = ParallelInfo::tensor_parallel(rank, self.ranks);
         let config = RankConfig { parallel, ..self.config.clone() };
-        on_device(&config, region, sets).map_err(|e| CliError::new(e.exit_code(), e.to_string()))
+        on_device(&config, region, None, sets).map_err(|e| CliError::new(e.exit_code(), e.to_string()))
     }
 }
 

@@ -4,6 +4,7 @@ pub mod rank;
 pub mod text;
 
 use crate::logging;
+use lockstep_comm::watch::WatchPage;
 use lockstep_core::ExitCode;
 use lockstep_engine::RankConfig;
 use lockstep_launch::ChildEntry;
@@ -16,6 +17,8 @@ pub struct ChildConfig {
     pub label: String,
     /// `--log-level`.
     pub log_level: String,
+    /// The first mark on the watch page that is this process's.
+    pub mark: usize,
     /// What to do.
     pub part: Part,
 }
@@ -39,8 +42,20 @@ pub fn run(entry: ChildEntry) -> i32 {
         }
     };
     logging::init(&config.label, &config.log_level, std::io::stderr);
+    let mut inherited = entry.inherited.into_iter();
+    let page = match inherited.next().map(WatchPage::map) {
+        Some(Ok(page)) => page,
+        Some(Err(error)) => {
+            tracing::error!("{error}");
+            return ExitCode::Internal.code();
+        }
+        None => {
+            tracing::error!("the launcher gave no watch page; this is a bug in lockstep");
+            return ExitCode::Internal.code();
+        }
+    };
     match config.part {
-        Part::Rank(rank) => rank::run(&rank, entry.inherited),
-        Part::Text(text) => text::run(&text),
+        Part::Rank(rank) => rank::run(&rank, inherited.next(), page.mark(config.mark)),
+        Part::Text(text) => text::run(&text, &page, config.mark),
     }
 }

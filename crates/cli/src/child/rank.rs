@@ -4,6 +4,7 @@ use crate::device::{RankTask, on_device};
 use lockstep_backend::{Backend, cuda};
 use lockstep_comm::link::{Context, Sender};
 use lockstep_comm::shm::AbortHandle;
+use lockstep_comm::watch::Mark;
 use lockstep_core::ExitCode;
 use lockstep_engine::start::{self, Groups};
 use lockstep_engine::{DeviceConfig, EngineError, RankConfig};
@@ -17,21 +18,21 @@ use std::time::{Duration, Instant};
 /// Progress messages to the api: at most one in this time.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Runs one rank to its end; returns its exit code. `inherited` holds the group's shared memory.
-pub fn run(config: &RankConfig, inherited: Vec<OwnedFd>) -> i32 {
-    let Some(region) = inherited.into_iter().next() else {
+/// Runs one rank to its end; returns its exit code. `region` is the group's shared memory.
+pub fn run(config: &RankConfig, region: Option<OwnedFd>, mark: Mark) -> i32 {
+    let Some(region) = region else {
         tracing::error!("the launcher gave no shared memory; this is a bug in lockstep");
         return ExitCode::Internal.code();
     };
-    let code = run_to_code(config, &region);
+    let code = run_to_code(config, &region, mark);
     if code != ExitCode::Drained.code() && config.device != DeviceConfig::Cpu {
         cuda::exit_process(code);
     }
     code
 }
 
-fn run_to_code(config: &RankConfig, region: &OwnedFd) -> i32 {
-    match run_rank(config, region) {
+fn run_to_code(config: &RankConfig, region: &OwnedFd, mark: Mark) -> i32 {
+    match run_rank(config, region, mark) {
         Ok(()) => ExitCode::Drained.code(),
         Err(error) if error.is_consequence() => {
             tracing::warn!("{error}");
@@ -48,7 +49,7 @@ fn run_to_code(config: &RankConfig, region: &OwnedFd) -> i32 {
     }
 }
 
-fn run_rank(config: &RankConfig, region: &OwnedFd) -> Result<(), EngineError> {
+fn run_rank(config: &RankConfig, region: &OwnedFd, mark: Mark) -> Result<(), EngineError> {
     let context = Context::new();
     let api: Sender<ToApi> = Sender::connect(&context, &config.links.api, 64)
         .map_err(|e| EngineError::Internal(format!("cannot reach the api: {e}")))?;
@@ -62,18 +63,19 @@ fn run_rank(config: &RankConfig, region: &OwnedFd) -> Result<(), EngineError> {
             let _ = api.try_send(&ToApi::Loading { rank, done, total });
         }
     };
-    on_device(config, region, Serving { progress: &progress })
+    on_device(config, region, Some(mark.clone()), Serving { progress: &progress, mark })
 }
 
 /// Serves requests until told to stop.
 struct Serving<'a> {
     progress: Progress<'a>,
+    mark: Mark,
 }
 
 impl RankTask for Serving<'_> {
     type Output = ();
 
     fn run<B: Backend>(self, config: &RankConfig, backend: B, groups: Groups) -> Result<(), EngineError> {
-        start::run(config, backend, groups, self.progress)
+        start::run(config, backend, groups, self.progress, Some(self.mark))
     }
 }

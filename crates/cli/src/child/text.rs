@@ -1,9 +1,10 @@
 //! A text process: tokenizer, detokenizer, or both.
 
 use lockstep_comm::link::{Context, Endpoint, LinkError, Receiver, Sender};
+use lockstep_comm::watch::WatchPage;
 use lockstep_core::ExitCode;
 use lockstep_tokenizer::worker::{
-    DetokenizerLinks, TokenizerLinks, run_detokenizer, run_shared, run_tokenizer,
+    DetokenizerLinks, TokenizerLinks, WatchedInbox, run_detokenizer, run_shared, run_tokenizer,
 };
 use lockstep_tokenizer::{TextModel, TextOptions, TokenizerError};
 use lockstep_wire::{Ready, Role, ToApi, ToDetokenizer, ToScheduler, ToTokenizer};
@@ -57,9 +58,18 @@ pub enum Duties {
     },
 }
 
-/// Runs the process to its end; returns its exit code.
-pub fn run(config: &TextConfig) -> i32 {
-    match try_run(config) {
+/// Marks on the watch page of a process with these duties: one for each of its loops.
+pub const fn marks(duties: &Duties) -> &'static [&'static str] {
+    match duties {
+        Duties::Tokenize { .. } => &["tokenizer"],
+        Duties::Detokenize { .. } => &["detokenizer"],
+        Duties::Both { .. } => &["tokenizer", "detokenizer"],
+    }
+}
+
+/// Runs the process to its end; returns its exit code. Its loops show on `page` what they do, from mark `mark` on.
+pub fn run(config: &TextConfig, page: &WatchPage, mark: usize) -> i32 {
+    match try_run(config, page, mark) {
         Ok(()) => ExitCode::Drained.code(),
         Err(error) => {
             tracing::error!("{error}");
@@ -96,27 +106,31 @@ impl TextError {
     }
 }
 
-fn try_run(config: &TextConfig) -> Result<(), TextError> {
+fn try_run(config: &TextConfig, page: &WatchPage, mark: usize) -> Result<(), TextError> {
     let context = Context::new();
     // Bind before loading: messages that come early wait in the socket.
-    let tokens = |endpoint| Receiver::<ToDetokenizer>::bind(&context, endpoint);
-    let requests = |endpoint| Receiver::<ToTokenizer>::bind(&context, endpoint);
+    let tokens = |endpoint, mark| {
+        Receiver::<ToDetokenizer>::bind(&context, endpoint).map(|i| WatchedInbox::new(i, page.mark(mark)))
+    };
+    let requests = |endpoint, mark| {
+        Receiver::<ToTokenizer>::bind(&context, endpoint).map(|i| WatchedInbox::new(i, page.mark(mark)))
+    };
     let to_scheduler = || Sender::<ToScheduler>::connect(&context, &config.scheduler, QUEUE_LEN_MAX);
     let to_api = || Sender::<ToApi>::connect(&context, &config.api, QUEUE_LEN_MAX);
     match &config.duties {
         Duties::Tokenize { inbox } => {
             let links =
-                TokenizerLinks { inbox: requests(inbox)?, scheduler: to_scheduler()?, api: to_api()? };
+                TokenizerLinks { inbox: requests(inbox, mark)?, scheduler: to_scheduler()?, api: to_api()? };
             Ok(run_tokenizer(&load(config, &links.api)?, links)?)
         }
         Duties::Detokenize { detokenizer } => {
-            let links = DetokenizerLinks { inbox: tokens(detokenizer)?, api: to_api()? };
+            let links = DetokenizerLinks { inbox: tokens(detokenizer, mark)?, api: to_api()? };
             Ok(run_detokenizer(&load(config, &links.api)?, links)?)
         }
         Duties::Both { inbox, detokenizer } => {
             let first =
-                TokenizerLinks { inbox: requests(inbox)?, scheduler: to_scheduler()?, api: to_api()? };
-            let second = DetokenizerLinks { inbox: tokens(detokenizer)?, api: to_api()? };
+                TokenizerLinks { inbox: requests(inbox, mark)?, scheduler: to_scheduler()?, api: to_api()? };
+            let second = DetokenizerLinks { inbox: tokens(detokenizer, mark + 1)?, api: to_api()? };
             let model = load(config, &first.api)?;
             Ok(run_shared(Arc::new(model), first, second)?)
         }

@@ -55,6 +55,6 @@ fn serve(flags: &ServeFlags, stderr: &StderrSink) -> Result<()> {
             Ok(facts) => facts,
             Err(error) => return Err(server.end(error)),
         };
-        serving::run(plan, server, facts, &flags.server).await
+        serving::run(plan, server, facts, (&flags.server, stderr)).await
     })
 }

@@ -9,10 +9,12 @@ use lockstep_api::engine::dispatch::{self, LinkSockets};
 use lockstep_api::parsers::ParserChoice;
 use lockstep_api::{
     ApiConfig, ApiError, Ended, EngineClient, ProcessInfo, SamplingDefaults, ServerControl, ServerHandle,
+    Watched,
 };
 use lockstep_comm::link::{AsyncReceiver, LinkError, Sender};
+use lockstep_comm::watch::{Activity, BEAT_INTERVAL, Mark};
 use lockstep_core::ExitCode;
-use lockstep_launch::{ChildStatus, Event, Failure, Phase};
+use lockstep_launch::{ChildStatus, Concern, Concerns, Event, Failure, Limits, Phase, StderrSink, Watchdog};
 use lockstep_wire::ToApi;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::task::{JoinError, JoinHandle};
@@ -21,7 +23,12 @@ use tokio::task::{JoinError, JoinHandle};
 const EXIT_PATIENCE: Duration = Duration::from_secs(3);
 
 /// Listens and serves; returns how the launcher should end.
-pub async fn run(mut plan: ServePlan, mut server: Server, facts: Facts, flags: &ServerFlags) -> Result<()> {
+pub async fn run(
+    mut plan: ServePlan,
+    mut server: Server,
+    facts: Facts,
+    (flags, stderr): (&ServerFlags, &StderrSink),
+) -> Result<()> {
     let Some(port) = plan.port.take() else {
         return Err(server.end(CliError::new(ExitCode::Internal, "the reserved port is gone")));
     };
@@ -30,7 +37,7 @@ pub async fn run(mut plan: ServePlan, mut server: Server, facts: Facts, flags: &
         Ok(listener) => listener,
         Err(error) => return Err(server.end(error)),
     };
-    let mut service = match start((&plan, flags), &mut server, facts, listener) {
+    let mut service = match start((&plan, flags, stderr), &mut server, facts, listener) {
         Ok(service) => service,
         Err(error) => return Err(server.end(error)),
     };
@@ -49,13 +56,18 @@ struct Service {
     handle: ServerHandle,
     http: JoinHandle<Ended>,
     dispatcher: JoinHandle<std::result::Result<(), ApiError>>,
+    /// Ends with the service, before the children are asked to leave.
+    watchdog: Option<Watchdog>,
+    concerns: Concerns,
+    /// This loop's own place on the watch page.
+    mark: Mark,
     signal: Option<i32>,
     failure: Option<Failure>,
     link_error: Option<String>,
 }
 
 fn start(
-    (plan, flags): (&ServePlan, &ServerFlags),
+    (plan, flags, stderr): (&ServePlan, &ServerFlags, &StderrSink),
     server: &mut Server,
     facts: Facts,
     listener: tokio::net::TcpListener,
@@ -65,12 +77,21 @@ fn start(
     let sockets = connect(server, inbox).map_err(CliError::with(ExitCode::Internal))?;
     let (client, link) = EngineClient::new(server.tokenizers.len(), requests_open_max(plan));
     let (handle, control) = ServerControl::new();
+    let mark = server.page.mark(server.loops.len() - 1);
+    mark.enter(Activity::Messages, 0);
+    let limits = Limits::of(plan.collective_timeout);
+    let (watchdog, concerns) =
+        Watchdog::start(server.page.clone(), server.loops.clone(), limits, stderr.clone())
+            .map_err(CliError::with(ExitCode::Internal))?;
     server.supervisor.set_phase(Phase::Serving).map_err(CliError::with(ExitCode::Internal))?;
     Ok(Service {
         http: tokio::spawn(lockstep_api::serve(listener, config, client.clone(), control)),
         dispatcher: tokio::spawn(dispatch::run(link, sockets)),
         client,
         handle,
+        watchdog: Some(watchdog),
+        concerns,
+        mark,
         signal: None,
         failure: None,
         link_error: None,
@@ -99,8 +120,11 @@ impl Service {
     /// Follows events until the HTTP server has ended.
     async fn watch(&mut self, server: &mut Server, grace: Duration) -> std::result::Result<Ended, String> {
         let mut dispatching = true;
+        let mut beat = tokio::time::interval(BEAT_INTERVAL);
         loop {
             tokio::select! {
+                _ = beat.tick() => self.mark.beat(),
+                Some(concern) = self.concerns.recv() => self.on_concern(server, concern),
                 ended = &mut self.http => return ended.map_err(in_words),
                 result = &mut self.dispatcher, if dispatching => {
                     dispatching = false;
@@ -113,6 +137,18 @@ impl Service {
                     Some(event) => self.on_event(server, event, grace),
                     None => self.handle.fail("the supervising thread is gone"),
                 },
+            }
+        }
+    }
+
+    fn on_concern(&mut self, server: &Server, concern: Concern) {
+        match concern {
+            Concern::Suspect(text) => self.client.set_suspicion(Some(text)),
+            Concern::Recovered => self.client.set_suspicion(None),
+            Concern::Lost { process, why } => {
+                if let Err(error) = server.supervisor.give_up(&process, why) {
+                    self.handle.fail(error.to_string());
+                }
             }
         }
     }
@@ -135,6 +171,7 @@ impl Service {
 
     /// Ends every process; the result is the launcher's last word and exit code.
     async fn end(mut self, mut server: Server, ended: std::result::Result<Ended, String>) -> Result<()> {
+        self.watchdog = None;
         if matches!(ended, Ok(Ended::Drained | Ended::Cut { .. })) && self.failure.is_none() {
             self.dismiss(&mut server).await;
         } else if self.failure.is_none() && self.link_error.is_none() {
@@ -189,6 +226,9 @@ impl Service {
 /// Who died of what, with the error it logged (without time, level and role); the rest of its log
 /// is not for clients.
 fn for_clients(failure: &Failure) -> String {
+    if let Some(reason) = &failure.reason {
+        return format!("{} was ended because {reason}", failure.process);
+    }
     let ended = format!("{} {} while {}", failure.process, failure.status, failure.phase);
     let error = failure.last_lines.iter().rev().find_map(|line| line.split_once(" ERROR "));
     match error.and_then(|(_, text)| text.split_once(' ')) {
@@ -213,6 +253,13 @@ fn detected_parsers(plan: &ServePlan, template: Option<&str>) -> ParserChoice {
     let folder = plan.model_path.file_name().map(|name| name.to_string_lossy());
     let name = format!("{} {}", folder.unwrap_or_default(), plan.served_model_name);
     lockstep_api::parsers::detect(template.unwrap_or_default(), &name)
+}
+
+/// What the api reads off the watch page.
+fn watched(server: &Server) -> Watched {
+    let loops = server.loops.iter().map(|l| (l.label.clone(), l.mark)).collect();
+    let ranks = server.loops.iter().filter(|l| l.rank.is_some()).map(|l| l.mark).collect();
+    Watched { page: server.page.clone(), loops, ranks }
 }
 
 fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Facts) -> Result<ApiConfig> {
@@ -245,6 +292,7 @@ fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Fac
         strict_api: plan.strict_api,
         created,
         processes: std::iter::once(launcher).chain(children).collect(),
+        watch: Some(watched(server)),
         ..ApiConfig::new(&plan.served_model_name, facts.engine.context_max, plan.model.vocab_size)
     })
 }

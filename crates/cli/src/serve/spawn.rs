@@ -1,15 +1,18 @@
 //! Starts the children and holds what the launcher needs to talk to them and to end them.
 
 use super::plan::ServePlan;
-use crate::child::text::{Duties, TextConfig};
+use crate::child::text::{self, Duties, TextConfig};
 use crate::child::{ChildConfig, Part};
 use crate::error::{CliError, Result};
 use lockstep_comm::link::{AsyncReceiver, Context, Endpoint, Receiver, random_prefix};
 use lockstep_comm::shm::{AbortHandle, SharedRegion, ShmLayout};
+use lockstep_comm::watch::WatchPage;
 use lockstep_core::{ExitCode, ParallelInfo};
 use lockstep_engine::RankConfig;
 use lockstep_engine::links::RankLinks;
-use lockstep_launch::{ChildSpec, Endpoints, Event, Events, Failure, Process, StderrSink, Supervisor};
+use lockstep_launch::{
+    ChildSpec, Endpoints, Event, Events, Failure, Process, StderrSink, Supervisor, WatchedLoop,
+};
 use lockstep_wire::{Role, ToApi};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -36,6 +39,10 @@ pub struct Server {
     pub tokenizers: Vec<Endpoint>,
     /// Rank 0's inbox.
     pub scheduler: Endpoint,
+    /// Where every loop stands.
+    pub page: WatchPage,
+    /// Whose mark is which; the launcher's own is the last.
+    pub loops: Vec<WatchedLoop>,
     abort: AbortHandle,
 }
 
@@ -50,10 +57,22 @@ pub fn start(plan: &ServePlan, stderr: &StderrSink) -> Result<Server> {
     let abort = AbortHandle::new(&region).map_err(CliError::with(ExitCode::Internal))?;
     let (supervisor, events) =
         Supervisor::start(stderr.clone()).map_err(CliError::with(ExitCode::Internal))?;
-    for process in plan.topology.processes() {
-        let spec = child_spec(plan, &names, process, &region).map_err(&internal)?;
-        supervisor.spawn(spec).map_err(CliError::with(ExitCode::Internal))?;
+    let parts: Vec<_> = plan.topology.processes().into_iter().map(|p| part(plan, &names, p)).collect();
+    let marks: usize = parts.iter().map(|part| part.labels().len()).sum();
+    let (page_fd, page) = WatchPage::create(marks + 1).map_err(CliError::with(ExitCode::Internal))?;
+    let page_fd = Arc::new(page_fd);
+    let mut loops = Vec::with_capacity(marks + 1);
+    for part in parts {
+        let (process, mark) = (part.process.name.clone(), loops.len());
+        let (labels, rank) = (part.labels(), part.process.parallel.map(|p| p.rank()));
+        let spec = part.spec(plan, mark, (&page_fd, &region)).map_err(&internal)?;
+        let pid = supervisor.spawn(spec).map_err(CliError::with(ExitCode::Internal))?;
+        let watched =
+            |(at, label)| WatchedLoop { process: process.clone(), pid, label, mark: mark + at, rank };
+        loops.extend(labels.into_iter().enumerate().map(watched));
     }
+    let (process, pid) = ("lockstep".to_owned(), std::process::id());
+    loops.push(WatchedLoop { process, pid, label: "api".into(), mark: marks, rank: None });
     Ok(Server {
         supervisor,
         events,
@@ -61,6 +80,8 @@ pub fn start(plan: &ServePlan, stderr: &StderrSink) -> Result<Server> {
         tokenizers: names.endpoints.tokenizers.iter().map(|n| names.endpoint(n)).collect(),
         scheduler: names.endpoint(&names.endpoints.schedulers[0]),
         context,
+        page,
+        loops,
         abort,
     })
 }
@@ -84,25 +105,51 @@ impl Names {
     }
 }
 
-fn child_spec(
-    plan: &ServePlan,
-    names: &Names,
+/// A process and what it does.
+struct Started {
     process: Process,
-    region: &Arc<OwnedFd>,
-) -> serde_json::Result<ChildSpec> {
-    let (label, part, inherited) = match (process.role, process.parallel) {
-        (Role::Scheduler(_), Some(parallel)) => {
-            (parallel.label(), Part::Rank(Box::new(rank_config(plan, names, parallel))), vec![region.clone()])
-        }
-        (role, _) => (text_label(role), Part::Text(Box::new(text_config(plan, names, role))), Vec::new()),
+    part: Part,
+}
+
+fn part(plan: &ServePlan, names: &Names, process: Process) -> Started {
+    let part = match (process.role, process.parallel) {
+        (Role::Scheduler(_), Some(parallel)) => Part::Rank(Box::new(rank_config(plan, names, parallel))),
+        (role, _) => Part::Text(Box::new(text_config(plan, names, role))),
     };
-    let config = ChildConfig { label, log_level: plan.log_level.into(), part };
-    Ok(ChildSpec {
-        role: process.role,
-        name: process.name,
-        config_json: serde_json::to_string(&config)?,
-        inherited,
-    })
+    Started { process, part }
+}
+
+impl Started {
+    /// What its loops are called, one mark on the watch page each.
+    fn labels(&self) -> Vec<String> {
+        match &self.part {
+            Part::Rank(rank) => vec![rank.parallel.label()],
+            Part::Text(text) => {
+                let number = if let Role::Tokenizer(i) = text.role { i } else { 0 };
+                text::marks(&text.duties).iter().map(|name| format!("{name}-{number}")).collect()
+            }
+        }
+    }
+
+    /// How to start it; its loops' marks begin at `mark`.
+    fn spec(
+        self,
+        plan: &ServePlan,
+        mark: usize,
+        (page, region): (&Arc<OwnedFd>, &Arc<OwnedFd>),
+    ) -> serde_json::Result<ChildSpec> {
+        let (label, inherited) = match &self.part {
+            Part::Rank(rank) => (rank.parallel.label(), vec![page.clone(), region.clone()]),
+            Part::Text(_) => (text_label(self.process.role), vec![page.clone()]),
+        };
+        let config = ChildConfig { label, log_level: plan.log_level.into(), mark, part: self.part };
+        Ok(ChildSpec {
+            role: self.process.role,
+            name: self.process.name,
+            config_json: serde_json::to_string(&config)?,
+            inherited,
+        })
+    }
 }
 
 fn text_label(role: Role) -> String {

@@ -12,11 +12,12 @@
 
 use super::abort::AbortHandle;
 use super::layout::Lane;
-use super::progress::{Operation, Progress, progress_offset};
+use super::operation::Operation;
 use super::region::SharedRegion;
 use super::wait::{Ended, Manners, ShmOptions, publish, wait_until};
 use crate::collective::{CollectiveError, Result};
 use crate::group::Patience;
+use crate::watch::{Mark, Track};
 use lockstep_core::DType;
 use std::cell::Cell;
 use std::sync::Arc;
@@ -83,6 +84,7 @@ pub(super) struct Channel {
     piece: Cell<usize>,
     sequence: Cell<u64>,
     manners: Manners,
+    mark: Option<Mark>,
 }
 
 impl Drop for Channel {
@@ -123,7 +125,13 @@ impl Channel {
             piece: Cell::new(0),
             sequence: Cell::new(0),
             manners: Manners::new(options),
+            mark: None,
         })
+    }
+
+    /// Shows what this rank does here on the watch page.
+    pub(super) fn watch(&mut self, mark: Mark) {
+        self.mark = Some(mark);
     }
 
     /// Bytes of a slot.
@@ -197,7 +205,12 @@ impl Channel {
         operation: Operation,
         patience: Patience,
     ) -> Result<()> {
-        match wait_until(&self.region, place, arrived, self.manners, patience) {
+        let alive = || {
+            if let Some(mark) = &self.mark {
+                mark.beat();
+            }
+        };
+        match wait_until(&self.region, place, arrived, self.manners, patience, alive) {
             Ok(()) => Ok(()),
             Err(Ended::Aborted) => Err(self.aborted(operation)),
             Err(Ended::Expired { waited_ms }) => Err(self.give_up(CollectiveError::Timeout {
@@ -255,9 +268,12 @@ impl Channel {
     }
 
     fn note(&self, operation: Operation, inside: bool) {
-        let progress = Progress { sequence: self.sequence.get(), operation, inside };
-        let offset = progress_offset(&self.region, self.lane, self.rank);
-        self.region.long(offset).store(progress.pack(), Ordering::Relaxed);
+        let Some(mark) = &self.mark else { return };
+        let track = match self.lane {
+            Lane::Group => Track::Group,
+            Lane::Tensor => Track::Tensors,
+        };
+        mark.note(track, self.sequence.get(), operation as u8, inside);
     }
 
     fn flag(&self, rank: usize) -> (&AtomicU32, &AtomicU32) {

@@ -2,13 +2,14 @@
 
 use super::channel::{Channel, Signature};
 use super::layout::Lane;
+use super::operation::Operation;
 use super::pair::Pairs;
-use super::progress::Operation;
 use super::region::SharedRegion;
 use super::sum::{Element, tree_sum};
 use super::wait::ShmOptions;
 use crate::collective::{Collective, Result, StreamHandle};
 use crate::group::Patience;
+use crate::watch::Mark;
 use lockstep_core::DType;
 use std::ffi::c_void;
 use std::ops::Range;
@@ -37,6 +38,12 @@ impl ShmCollective {
     pub fn new(region: Arc<SharedRegion>, rank: usize, options: ShmOptions) -> Result<Self> {
         let channel = Channel::claim(region, Lane::Tensor, rank, options)?;
         Ok(Self { pairs: Pairs::new(channel.size), channel, patience: Patience::Deadline(options.deadline) })
+    }
+
+    /// Shows on the watch page what this rank does in the collective.
+    pub fn watched(mut self, mark: Mark) -> Self {
+        self.channel.watch(mark);
+        self
     }
 
     fn run(&self, operation: Operation, body: impl FnOnce() -> Result<()>) -> Result<()> {

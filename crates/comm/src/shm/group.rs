@@ -2,11 +2,12 @@
 
 use super::channel::{Channel, Signature};
 use super::layout::{GROUP_SLOT_BYTES, Lane};
-use super::progress::Operation;
+use super::operation::Operation;
 use super::region::SharedRegion;
 use super::wait::ShmOptions;
 use crate::collective::Result;
 use crate::group::{Patience, ProcessGroup};
+use crate::watch::Mark;
 use std::sync::Arc;
 
 /// Largest contribution of one rank to [`ProcessGroup::all_gather`].
@@ -22,6 +23,12 @@ impl ShmGroup {
     /// Joins as `rank`; once per rank and region. Does not wait for the others.
     pub fn new(region: Arc<SharedRegion>, rank: usize, options: ShmOptions) -> Result<Self> {
         Ok(Self { channel: Channel::claim(region, Lane::Group, rank, options)? })
+    }
+
+    /// Shows on the watch page what this rank does in the group.
+    pub fn watched(mut self, mark: Mark) -> Self {
+        self.channel.watch(mark);
+        self
     }
 
     /// See [`Channel::start_at`].

@@ -2,7 +2,6 @@
 //!
 //! ```text
 //! header   4 KiB   magic, version, size, slot_bytes, total; at 128 the abort word and its cause
-//! progress         one line per rank: where it stands in its group and collective operations
 //! flags            group: one line per rank; collective: one line per rank
 //! pairs            two lines per ordered pair of ranks: chunks written, chunks read
 //! group slots      per rank 2 x 64 KiB
@@ -19,6 +18,8 @@ use lockstep_core::limits::TP_SIZE_MAX;
 /// Bytes that one writer has for itself.
 pub(super) const LINE: usize = 128;
 const PAGE: usize = 4096;
+/// Behind the header.
+const FLAGS: usize = PAGE;
 /// Bytes of one of the two buffers per rank of the process group.
 pub(super) const GROUP_SLOT_BYTES: usize = 64 << 10;
 /// Bytes of one chunk of a point-to-point transfer.
@@ -91,18 +92,13 @@ impl ShmLayout {
         self.pair_slots() + self.size * self.size * PAIR_CHUNKS * PAIR_CHUNK_BYTES
     }
 
-    /// Line of `rank` in the progress section.
-    pub(super) const fn progress(&self, rank: usize) -> usize {
-        PAGE + rank * LINE
-    }
-
     /// Flag line of `rank`.
     pub(super) const fn flag(&self, lane: Lane, rank: usize) -> usize {
         let lane = match lane {
             Lane::Group => 0,
             Lane::Tensor => 1,
         };
-        self.flags() + (lane * self.size + rank) * LINE
+        FLAGS + (lane * self.size + rank) * LINE
     }
 
     /// Line that the sender of a pair writes; the receiver's follows.
@@ -132,12 +128,8 @@ impl ShmLayout {
         self.pair_slots() + ((from * self.size + to) * PAIR_CHUNKS + chunk) * PAIR_CHUNK_BYTES
     }
 
-    const fn flags(&self) -> usize {
-        PAGE + page_up(self.size * LINE)
-    }
-
     const fn pairs(&self) -> usize {
-        self.flags() + page_up(2 * self.size * LINE)
+        FLAGS + page_up(2 * self.size * LINE)
     }
 
     const fn group_slots(&self) -> usize {

@@ -2,9 +2,9 @@
 //!
 //! The launcher makes one memfd per rank group ([`SharedRegion::create`]) and hands it to the ranks
 //! as an inherited descriptor; each rank maps it ([`SharedRegion::map`]) and builds a [`ShmGroup`]
-//! and a [`ShmCollective`] on it, which may be used side by side from two threads. The launcher and
-//! a watchdog keep an [`AbortHandle`] and a [`ProgressReader`]. The memory has no name, so nothing
-//! is left behind when the last process ends, however it ends.
+//! and a [`ShmCollective`] on it, which may be used side by side from two threads. The launcher
+//! keeps an [`AbortHandle`]. The memory has no name, so nothing is left behind when the last process
+//! ends, however it ends. Where each rank stands is on the watch page, if it has one ([`crate::watch`]).
 //!
 //! **Protocol.** Every rank has a *stage* counter in its own cache line. An operation is one or two
 //! stages: write to the own slot, publish the stage, wait until the others have published it, read
@@ -28,7 +28,7 @@
 //! Counts and dtypes are published next to the stage and compared; they are never used as lengths.
 //!
 //! Reading order: `layout`, `region`, `wait`, `channel`, `sum`, `group`, `collective`, `pair`,
-//! `abort`, `progress`, `threads`. The idea of one- and two-shot all-reduce over peer memory is from
+//! `abort`, `threads`. The idea of one- and two-shot all-reduce over peer memory is from
 //! TensorRT-LLM's and vLLM's custom all-reduce; theirs sums in rank order, ours in tree order.
 
 mod abort;
@@ -36,8 +36,8 @@ mod channel;
 mod collective;
 mod group;
 mod layout;
+mod operation;
 mod pair;
-mod progress;
 mod region;
 mod sum;
 mod threads;
@@ -47,7 +47,7 @@ pub use abort::{ABORT_CAUSE_BYTES_MAX, AbortHandle};
 pub use collective::{ONE_SHOT_BYTES_MAX, ShmCollective};
 pub use group::{GROUP_PAYLOAD_BYTES_MAX, ShmGroup};
 pub use layout::ShmLayout;
-pub use progress::{Operation, Progress, ProgressReader, RankProgress};
+pub use operation::Operation;
 pub use region::SharedRegion;
 pub use threads::{AbortOnPanic, as_threads};
 pub use wait::ShmOptions;

@@ -11,7 +11,7 @@
 
 use super::channel::{Channel, Signature};
 use super::layout::{LINE, PAIR_CHUNK_BYTES, PAIR_CHUNKS};
-use super::progress::Operation;
+use super::operation::Operation;
 use super::wait::publish;
 use crate::collective::Result;
 use crate::group::Patience;

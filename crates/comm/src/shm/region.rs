@@ -1,17 +1,15 @@
-//! The mapped memory itself, and the only place that turns offsets into addresses.
+//! The memory of a rank group: made, mapped and checked.
 
 use super::layout::{ABORT_STATE, LINE, Lane, ShmLayout};
 use crate::collective::{CollectiveError, Result};
-use rustix::fs::{MemfdFlags, SealFlags};
-use rustix::mm::{MapFlags, ProtFlags};
+use crate::mapping::{Failed, Mapping};
 use std::os::fd::{AsFd, OwnedFd};
-use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 /// "LOCKSTEP" in ASCII.
 const MAGIC: u64 = u64::from_be_bytes(*b"LOCKSTEP");
 /// Raised whenever the layout or the protocol changes.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 const HEADER_MAGIC: usize = 0;
 const HEADER_VERSION: usize = 8;
@@ -21,21 +19,8 @@ const HEADER_SLOT_BYTES: usize = 16;
 /// The shared memory of one rank group, mapped into this process.
 #[derive(Debug)]
 pub struct SharedRegion {
-    base: NonNull<u8>,
+    memory: Mapping,
     layout: ShmLayout,
-}
-
-// SAFETY: the mapping belongs to the value, not to a thread; it is only reached through atomics and
-// through raw pointers whose users follow the protocol of `channel` and `pair`.
-unsafe impl Send for SharedRegion {}
-// SAFETY: as above.
-unsafe impl Sync for SharedRegion {}
-
-impl Drop for SharedRegion {
-    fn drop(&mut self) {
-        // SAFETY: exactly the range that `map` mapped; nothing borrows from it any more.
-        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.layout.total_bytes()) };
-    }
 }
 
 impl SharedRegion {
@@ -44,14 +29,7 @@ impl SharedRegion {
     ///
     /// The descriptor is close-on-exec; whoever starts the ranks passes it on deliberately.
     pub fn create(layout: ShmLayout) -> Result<OwnedFd> {
-        let name = c"lockstep-rank-group";
-        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
-            .map_err(|e| region_error("cannot be created", e))?;
-        rustix::fs::ftruncate(&fd, layout.total_bytes() as u64)
-            .map_err(|e| region_error("cannot be sized", e))?;
-        // A file cut short would kill every rank that touches it with SIGBUS.
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
-            .map_err(|e| region_error("cannot be sealed", e))?;
+        let fd = Mapping::create(c"lockstep-rank-group", layout.total_bytes()).map_err(region_error)?;
         let region = Self::map_as(&fd, layout)?;
         region.word(HEADER_VERSION).store(VERSION, Ordering::Relaxed);
         region.word(HEADER_SIZE).store(layout.size() as u32, Ordering::Relaxed);
@@ -64,10 +42,9 @@ impl SharedRegion {
     /// The descriptor may be closed afterwards.
     pub fn map(fd: impl AsFd) -> Result<Self> {
         let fd = fd.as_fd();
-        let stat = rustix::fs::fstat(fd).map_err(|e| region_error("cannot be inspected", e))?;
         // The smallest legal layout: enough to read the header from.
         let smallest = ShmLayout::new(1, 16 << 10)?;
-        let file_bytes = usize::try_from(stat.st_size).unwrap_or(0);
+        let file_bytes = Mapping::file_bytes(fd).map_err(region_error)?;
         if file_bytes < smallest.total_bytes() {
             return Err(CollectiveError::Region {
                 problem: format!(
@@ -113,31 +90,18 @@ impl SharedRegion {
 
     /// The 32-bit number at `offset`.
     pub(super) fn word(&self, offset: usize) -> &AtomicU32 {
-        assert!(
-            offset.is_multiple_of(4) && offset + 4 <= self.layout.total_bytes(),
-            "word inside the region"
-        );
-        // SAFETY: in bounds and aligned (checked, and the mapping starts on a page); mapped for as
-        // long as `self`; every process uses atomics for it.
-        unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset).cast()) }
+        self.memory.word(offset)
     }
 
     /// The 64-bit number at `offset`.
     pub(super) fn long(&self, offset: usize) -> &AtomicU64 {
-        assert!(
-            offset.is_multiple_of(8) && offset + 8 <= self.layout.total_bytes(),
-            "number inside the region"
-        );
-        // SAFETY: as in `word`.
-        unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(offset).cast()) }
+        self.memory.long(offset)
     }
 
     /// Address of `len` bytes at `offset`, for a slot. Who may touch them when is the protocol's
     /// business.
     pub(super) fn bytes(&self, offset: usize, len: usize) -> *mut u8 {
-        assert!(offset + len <= self.layout.total_bytes(), "slot inside the region");
-        // SAFETY: in bounds of the mapping (checked).
-        unsafe { self.base.as_ptr().add(offset) }
+        self.memory.bytes(offset, len)
     }
 
     /// Every (futex word, sleeper count) in the region.
@@ -153,23 +117,11 @@ impl SharedRegion {
     }
 
     fn map_as(fd: impl AsFd, layout: ShmLayout) -> Result<Self> {
-        // SAFETY: a fresh mapping at an address of the kernel's choice overlaps nothing.
-        let base = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                layout.total_bytes(),
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                fd,
-                0,
-            )
-        };
-        let base = base.map_err(|e| region_error("cannot be mapped", e))?;
-        let base = NonNull::new(base.cast()).expect("invariant: the kernel never maps page 0 unasked");
-        Ok(Self { base, layout })
+        let memory = Mapping::map(fd, layout.total_bytes()).map_err(region_error)?;
+        Ok(Self { memory, layout })
     }
 }
 
-fn region_error(what: &str, error: rustix::io::Errno) -> CollectiveError {
+fn region_error((what, error): Failed) -> CollectiveError {
     CollectiveError::Region { problem: format!("{what}: {error}") }
 }

@@ -26,7 +26,6 @@ fn no_two_things_share_a_byte() {
         let layout = ShmLayout::new(size, SLOT).unwrap();
         let mut spans = vec![(0, 4096)];
         for rank in 0..size {
-            spans.push((layout.progress(rank), LINE));
             for (lane, bytes) in [(Lane::Group, GROUP_SLOT_BYTES), (Lane::Tensor, SLOT)] {
                 spans.push((layout.flag(lane, rank), LINE));
                 spans.extend([0, 1].map(|parity| (layout.slot(lane, rank, parity), bytes)));

@@ -57,13 +57,15 @@ pub(super) enum Ended {
 }
 
 /// Returns once `arrived` holds for the value of `word`. What the writer of that value wrote
-/// before it is then visible here (Acquire).
+/// before it is then visible here (Acquire). `alive` is called before every sleep, so that others see
+/// this rank waiting and not stuck.
 pub(super) fn wait_until(
     region: &SharedRegion,
     (word, sleepers): (&AtomicU32, &AtomicU32),
     arrived: impl Fn(u32) -> bool,
     manners: Manners,
     patience: Patience,
+    alive: impl Fn(),
 ) -> Result<(), Ended> {
     for _ in 0..manners.polls {
         if arrived(word.load(Ordering::Acquire)) {
@@ -90,6 +92,7 @@ pub(super) fn wait_until(
         if waited < manners.yielding {
             rustix::thread::sched_yield();
         } else {
+            alive();
             sleep(word, sleepers, &arrived, slice);
         }
     }

@@ -25,6 +25,7 @@ pub use tokenizer::run_tokenizer;
 use crate::error::TokenizerError;
 use crate::model::TextModel;
 use lockstep_comm::link::{LinkError, Receiver, Sender};
+use lockstep_comm::watch::{Activity, BEAT_INTERVAL, Mark};
 use lockstep_wire::{ToApi, ToDetokenizer, ToScheduler, ToTokenizer};
 use serde::{Serialize, de::DeserializeOwned};
 use std::sync::Arc;
@@ -59,6 +60,38 @@ impl<T: DeserializeOwned> Inbox<T> for Receiver<T> {
 
     fn try_recv(&self) -> Result<Option<T>, TokenizerError> {
         decodable(Receiver::try_recv(self))
+    }
+}
+
+/// An inbox whose loop shows on the watch page that it lives: each has a mark of its own, beats while it waits,
+/// and is seen at a message from taking it to asking for the next.
+#[derive(Debug)]
+pub struct WatchedInbox<T> {
+    inbox: Receiver<T>,
+    mark: Mark,
+}
+
+impl<T> WatchedInbox<T> {
+    /// Watches the loop that reads `inbox`.
+    pub fn new(inbox: Receiver<T>, mark: Mark) -> Self {
+        Self { inbox, mark }
+    }
+}
+
+impl<T: DeserializeOwned> Inbox<T> for WatchedInbox<T> {
+    fn recv(&self) -> Result<T, TokenizerError> {
+        loop {
+            self.mark.enter(Activity::Idle, 0);
+            if let Some(message) = decodable(self.inbox.recv(Some(BEAT_INTERVAL)))? {
+                self.mark.enter(Activity::Messages, 0);
+                return Ok(message);
+            }
+        }
+    }
+
+    fn try_recv(&self) -> Result<Option<T>, TokenizerError> {
+        self.mark.beat();
+        decodable(self.inbox.try_recv())
     }
 }
 
