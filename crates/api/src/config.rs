@@ -6,6 +6,7 @@ use crate::transport::Tls;
 use axum::http::HeaderValue;
 use lockstep_comm::watch::WatchPage;
 use lockstep_core::limits::HTTP_BODY_BYTES_MAX;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Connections when the launcher sets nothing else.
@@ -57,7 +58,7 @@ pub struct ApiConfig {
     /// The answer of `/version`.
     pub version: String,
     /// The processes of this server, for `/server_info`.
-    pub processes: Vec<ProcessInfo>,
+    pub processes: ProcessList,
     /// Where the loops of these processes stand; none in tests without processes.
     pub watch: Option<Watched>,
 }
@@ -97,7 +98,7 @@ impl ApiConfig {
             cors: Cors::Any,
             created: unix_seconds(),
             version: env!("CARGO_PKG_VERSION").into(),
-            processes: Vec::new(),
+            processes: ProcessList::default(),
             watch: None,
         }
     }
@@ -163,6 +164,22 @@ pub struct SamplingDefaults {
     pub top_p: Option<f32>,
     /// Used when a request has no `min_p`.
     pub min_p: Option<f32>,
+}
+
+/// The processes of the server, which a restart of the engine changes. Clones share the list.
+#[derive(Clone, Debug, Default)]
+pub struct ProcessList(Arc<Mutex<Vec<ProcessInfo>>>);
+
+impl ProcessList {
+    /// These are the processes from now on.
+    pub fn set(&self, processes: Vec<ProcessInfo>) {
+        *self.0.lock().expect("invariant: nothing panics while holding the list") = processes;
+    }
+
+    /// The processes now.
+    pub fn get(&self) -> Vec<ProcessInfo> {
+        self.0.lock().expect("invariant: nothing panics while holding the list").clone()
+    }
 }
 
 /// One process of the server.

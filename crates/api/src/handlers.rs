@@ -147,7 +147,7 @@ pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Answer {
             "reasoning_parser": config.parsers.reasoning.map(ReasoningFormat::name),
             "refusing": app.engine.refusing().map(|refusal| refusal.message),
         },
-        "processes": config.processes,
+        "processes": config.processes.get(),
     }))
 }
 

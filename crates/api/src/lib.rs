@@ -43,7 +43,9 @@ mod text;
 mod timing;
 pub mod transport;
 
-pub use config::{ApiConfig, CONNECTIONS_MAX, Cors, Patience, ProcessInfo, SamplingDefaults, Watched};
+pub use config::{
+    ApiConfig, CONNECTIONS_MAX, Cors, Patience, ProcessInfo, ProcessList, SamplingDefaults, Watched,
+};
 pub use control::{Ended, ServerControl, ServerHandle};
 pub use engine::{EngineClient, EngineInbound, EngineLink, Outbound, dispatch};
 pub use error::ApiError;

@@ -7,6 +7,7 @@ mod common;
 use common::{Served, serve_with};
 use lockstep_testkit::Fixture;
 use lockstep_testkit::process::{self, Signal, poll};
+use lockstep_testkit::server::Streamed;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -85,4 +86,38 @@ fn health_follows_a_process_that_stops_and_goes_on() {
     until_status(&served, "/health", 200);
     assert_eq!(served.server.complete("A", json!({})).text, " alpha beta gamma delta");
     served.server.stop();
+}
+
+#[test]
+fn a_failed_engine_is_started_again_behind_the_open_port() {
+    let served = serve_with(Fixture::named("chain_long"), 2, |c| {
+        c.flag("--num-tokenizer", 1).flag("--restart", "on-failure").flag("--restart-limit", 2)
+    });
+    let server = &served.server;
+    for name in ["lockstep-TP1-scheduler", "lockstep-detokenizer-0"] {
+        let victim = server.process(name);
+        let body = server.completion_body("C", json!({"max_tokens": 900}));
+        let mut stream = server.open_stream("/v1/completions", &body);
+        stream.next_event().expect("the stream is alive").expect("the stream has begun");
+        process::signal(victim.pid, Signal::Kill);
+        let mut streamed = Streamed::default();
+        streamed.read_rest(&mut stream);
+        let error = streamed.error.unwrap_or_else(|| panic!("no error event: {:?}", streamed.broken));
+        assert!(error.to_string().contains(name) && error.to_string().contains("SIGKILL"), "{error}");
+        let health = until_status(&served, "/health", 503);
+        assert_eq!(health["error"]["code"], "engine_restarting", "{health}");
+        until_status(&served, "/health/ready", 200);
+        assert_ne!(server.process(name).pid, victim.pid);
+        assert_eq!(server.complete("A", json!({})).text, " alpha beta gamma delta");
+        let listed = server.get("/server_info").json()["processes"].to_string();
+        assert!(listed.contains(&server.process(name).pid.to_string()), "{listed}");
+    }
+    // The third failure in a row is one too many.
+    let Served { mut server, .. } = served;
+    process::signal(server.process("lockstep-TP0-scheduler").pid, Signal::Kill);
+    let exit = server.wait_exit(OVER);
+    assert_eq!(exit.code, Some(4), "{}", exit.output);
+    let last = exit.output.lines().last().unwrap_or_default();
+    assert!(last.contains("lockstep-TP0-scheduler was killed by signal 9"), "{last}");
+    server.wait_gone(Duration::from_secs(1));
 }

@@ -27,8 +27,14 @@ pub trait EngineSockets: Send {
 /// Moves messages both ways until every [`EngineClient`](crate::EngineClient) is dropped.
 ///
 /// Errors when a socket fails; the caller should then fail the server.
-pub async fn run<S: EngineSockets>(link: EngineLink, mut sockets: S) -> Result<(), ApiError> {
-    let EngineLink { mut outbound, inbound } = link;
+pub async fn run<S: EngineSockets>(mut link: EngineLink, sockets: S) -> Result<(), ApiError> {
+    run_on(&mut link, sockets).await
+}
+
+/// The same for a link that will be used again, with the sockets of another engine. Cancel-safe but for one
+/// message that no socket had room for.
+pub async fn run_on<S: EngineSockets>(link: &mut EngineLink, mut sockets: S) -> Result<(), ApiError> {
+    let EngineLink { outbound, inbound } = link;
     let mut unsent: Option<Outbound> = None;
     loop {
         if let Some(message) = &unsent

@@ -52,6 +52,13 @@ pub struct EngineLink {
     pub inbound: EngineInbound,
 }
 
+impl EngineLink {
+    /// Throws away what was on its way to an engine that has gone.
+    pub fn forget_sent(&mut self) {
+        while self.outbound.try_recv().is_ok() {}
+    }
+}
+
 /// Submits requests to the engine and receives their text. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct EngineClient {
@@ -150,6 +157,19 @@ impl EngineClient {
     /// Why requests are refused at the moment, if they are.
     pub(crate) fn refusing(&self) -> Option<Refusal> {
         self.registry.refusing()
+    }
+
+    /// The engine has gone and another one is being started: open requests end with `cause`, new ones are refused
+    /// until [`Self::resume`].
+    pub fn interrupt(&self, cause: &str) {
+        let refusal = Refusal::unavailable(format!("the engine is restarted: {cause}; try again later"));
+        self.registry.close(refusal.with_code("engine_restarting"));
+        self.set_suspicion(None);
+    }
+
+    /// Another engine is ready: requests are admitted again, unless the server drains.
+    pub fn resume(&self) {
+        self.registry.resume();
     }
 
     /// Some process does not answer, as far as can be seen: `/health` and its like say so, requests are still

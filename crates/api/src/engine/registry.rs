@@ -223,6 +223,11 @@ impl Registry {
         count
     }
 
+    pub(super) fn resume(&self) {
+        let mut table = self.table();
+        (table.refusing, table.closed) = (None, false);
+    }
+
     pub(super) async fn idle(&self) {
         let mut answers = self.answers.subscribe();
         // Errors only without a sender, and `self` owns it.

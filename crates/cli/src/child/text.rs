@@ -58,16 +58,8 @@ pub enum Duties {
     },
 }
 
-/// Marks on the watch page of a process with these duties: one for each of its loops.
-pub const fn marks(duties: &Duties) -> &'static [&'static str] {
-    match duties {
-        Duties::Tokenize { .. } => &["tokenizer"],
-        Duties::Detokenize { .. } => &["detokenizer"],
-        Duties::Both { .. } => &["tokenizer", "detokenizer"],
-    }
-}
-
-/// Runs the process to its end; returns its exit code. Its loops show on `page` what they do, from mark `mark` on.
+/// Runs the process to its end; returns its exit code. Its loops show on `page` what they do, from mark `mark` on: the
+/// tokenizer first.
 pub fn run(config: &TextConfig, page: &WatchPage, mark: usize) -> i32 {
     match try_run(config, page, mark) {
         Ok(()) => ExitCode::Drained.code(),

@@ -24,6 +24,15 @@ pub struct ServerFlags {
     #[arg(long, default_value_t = 5.0)]
     pub grace_seconds: f64,
 
+    /// What to do when a process of the engine dies or does not answer while requests are served: `never`: the server
+    /// ends; `on-failure`: all of its processes are started again while the port stays open and answers 503.
+    #[arg(long, value_name = "WHEN", default_value = "never")]
+    pub restart: Restart,
+
+    /// Failures in a row, with less than five minutes of service between them, after which the server ends.
+    #[arg(long, default_value_t = 5)]
+    pub restart_limit: u32,
+
     /// Answer 400 to request fields that are not known instead of ignoring them.
     #[arg(long)]
     pub strict_api: bool,
@@ -45,6 +54,15 @@ pub struct ServerFlags {
     /// How the model writes reasoning: a format by name, `none` (it stays in the text), or `auto`.
     #[arg(long, value_name = "NAME", default_value = "auto", value_parser = reasoning_parser)]
     pub reasoning_parser: Selection<ReasoningFormat>,
+}
+
+/// `--restart`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Restart {
+    /// A failure ends the server.
+    Never,
+    /// A failure restarts the engine.
+    OnFailure,
 }
 
 /// A parser of answers, as a flag names it.

@@ -3,7 +3,7 @@
 //! 1. [`plan`]: everything that can be refused is refused before a process is started.
 //! 2. [`spawn`]: one child per rank, tokenizers, detokenizer; shared memory; link names.
 //! 3. [`ready`]: wait for acknowledgements while watching every child.
-//! 4. [`serving`]: listen, answer, watch; drain or fail.
+//! 4. [`serving`]: listen, answer, watch; drain, fail or [`restart`].
 //!
 //! The launcher's exit code and last line are decided here and nowhere else.
 
@@ -11,6 +11,7 @@ pub mod memory;
 mod plan;
 mod port;
 mod ready;
+mod restart;
 mod serving;
 mod spawn;
 

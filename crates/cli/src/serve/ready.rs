@@ -30,7 +30,7 @@ pub async fn wait(plan: &ServePlan, server: &mut Server) -> Result<Facts> {
     let mut loading = Loading::new(plan.topology.tp_size);
     let mut reminder = tokio::time::interval_at((started + REMINDER).into(), REMINDER);
     while !tracker.is_ready() {
-        let Some(inbox) = &mut server.inbox else {
+        let Some(inbox) = &mut server.group.inbox else {
             return Err(CliError::new(ExitCode::Internal, "the inbox is gone"));
         };
         tokio::select! {

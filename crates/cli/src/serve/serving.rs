@@ -1,22 +1,25 @@
-//! Serves until a signal or a failure, then ends every process and says why.
+//! Serves until a signal or a failure that ends it, then ends every process and says why.
 
 use super::plan::ServePlan;
 use super::ready::Facts;
+use super::restart::Policy;
 use super::spawn::Server;
 use crate::error::{CliError, Result, code_of_signal};
 use crate::flags::server::ServerFlags;
 use lockstep_api::engine::dispatch::{self, LinkSockets};
 use lockstep_api::parsers::ParserChoice;
 use lockstep_api::{
-    ApiConfig, ApiError, Ended, EngineClient, ProcessInfo, SamplingDefaults, ServerControl, ServerHandle,
-    Watched,
+    ApiConfig, ApiError, Ended, EngineClient, EngineLink, ProcessInfo, ProcessList, SamplingDefaults,
+    ServerControl, ServerHandle, Watched,
 };
 use lockstep_comm::link::{AsyncReceiver, LinkError, Sender};
 use lockstep_comm::watch::{Activity, BEAT_INTERVAL, Mark};
 use lockstep_core::ExitCode;
 use lockstep_launch::{ChildStatus, Concern, Concerns, Event, Failure, Limits, Phase, StderrSink, Watchdog};
 use lockstep_wire::ToApi;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use tokio::sync::Mutex;
 use tokio::task::{JoinError, JoinHandle};
 
 /// How long children may take to finish and exit by themselves after a drain.
@@ -46,24 +49,31 @@ pub async fn run(
         "listening on {scheme}://{address} (model {}); Ctrl-C drains and stops",
         plan.served_model_name
     );
-    let ended = service.watch(&mut server, plan.grace).await;
+    let ended = service.watch(&plan, &mut server).await;
     service.end(server, ended).await
 }
 
 /// The running tasks and what has happened to them.
-struct Service {
+pub struct Service {
     client: EngineClient,
     handle: ServerHandle,
     http: JoinHandle<Ended>,
+    /// Of the engine of now, as the three that follow.
     dispatcher: JoinHandle<std::result::Result<(), ApiError>>,
     /// Ends with the service, before the children are asked to leave.
     watchdog: Option<Watchdog>,
-    concerns: Concerns,
+    concerns: Option<Concerns>,
+    link: Arc<Mutex<EngineLink>>,
+    /// Shown by `/server_info`.
+    processes: ProcessList,
     /// This loop's own place on the watch page.
     mark: Mark,
+    stderr: StderrSink,
+    pub(super) policy: Policy,
     signal: Option<i32>,
     failure: Option<Failure>,
-    link_error: Option<String>,
+    /// Why there is no engine any more, when no process's end was the first cause.
+    lost: Option<CliError>,
 }
 
 fn start(
@@ -73,37 +83,36 @@ fn start(
     listener: tokio::net::TcpListener,
 ) -> Result<Service> {
     let config = api_config(plan, flags, server, facts)?;
-    let inbox = server.inbox.take().ok_or_else(|| CliError::new(ExitCode::Internal, "the inbox is gone"))?;
-    let sockets = connect(server, inbox).map_err(CliError::with(ExitCode::Internal))?;
-    let (client, link) = EngineClient::new(server.tokenizers.len(), requests_open_max(plan));
+    let (client, link) = EngineClient::new(server.group.tokenizers.len(), requests_open_max(plan));
     let (handle, control) = ServerControl::new();
-    let mark = server.page.mark(server.loops.len() - 1);
+    let mark = server.page.mark(server.page.marks() - 1);
     mark.enter(Activity::Messages, 0);
-    let limits = Limits::of(plan.collective_timeout);
-    let (watchdog, concerns) =
-        Watchdog::start(server.page.clone(), server.loops.clone(), limits, stderr.clone())
-            .map_err(CliError::with(ExitCode::Internal))?;
-    server.supervisor.set_phase(Phase::Serving).map_err(CliError::with(ExitCode::Internal))?;
-    Ok(Service {
+    let mut service = Service {
+        processes: config.processes.clone(),
         http: tokio::spawn(lockstep_api::serve(listener, config, client.clone(), control)),
-        dispatcher: tokio::spawn(dispatch::run(link, sockets)),
+        dispatcher: tokio::spawn(std::future::ready(Ok(()))),
+        link: Arc::new(Mutex::new(link)),
         client,
         handle,
-        watchdog: Some(watchdog),
-        concerns,
+        watchdog: None,
+        concerns: None,
         mark,
+        stderr: stderr.clone(),
+        policy: Policy::new(flags, Instant::now()),
         signal: None,
         failure: None,
-        link_error: None,
-    })
+        lost: None,
+    };
+    service.join_engine(plan, server)?;
+    Ok(service)
 }
 
 /// The api's links to its children.
 fn connect(server: &Server, inbox: AsyncReceiver<ToApi>) -> std::result::Result<LinkSockets, LinkError> {
-    let sender = |endpoint| Sender::connect(&server.context, endpoint, QUEUE_LEN_MAX);
+    let sender = |endpoint| Sender::connect(&server.group.context, endpoint, QUEUE_LEN_MAX);
     Ok(LinkSockets {
-        tokenizers: server.tokenizers.iter().map(sender).collect::<std::result::Result<_, _>>()?,
-        scheduler: Sender::connect(&server.context, &server.scheduler, QUEUE_LEN_MAX)?,
+        tokenizers: server.group.tokenizers.iter().map(sender).collect::<std::result::Result<_, _>>()?,
+        scheduler: Sender::connect(&server.group.context, &server.group.scheduler, QUEUE_LEN_MAX)?,
         inbox,
     })
 }
@@ -117,28 +126,82 @@ fn requests_open_max(plan: &ServePlan) -> usize {
 const QUEUE_LEN_MAX: i32 = 1024;
 
 impl Service {
+    /// Joins the api to the engine that has just become ready, and watches it.
+    pub(super) fn join_engine(&mut self, plan: &ServePlan, server: &mut Server) -> Result<()> {
+        let internal = CliError::with::<LinkError>(ExitCode::Internal);
+        let inbox = server.group.inbox.take();
+        let inbox = inbox.ok_or_else(|| CliError::new(ExitCode::Internal, "the inbox is gone"))?;
+        let sockets = connect(server, inbox).map_err(internal)?;
+        let link = self.link.clone();
+        self.dispatcher =
+            tokio::spawn(async move { dispatch::run_on(&mut *link.lock().await, sockets).await });
+        let limits = Limits::of(plan.collective_timeout);
+        let loops = server.group.loops.clone();
+        let (watchdog, concerns) = Watchdog::start(server.page.clone(), loops, limits, self.stderr.clone())
+            .map_err(CliError::with(ExitCode::Internal))?;
+        (self.watchdog, self.concerns) = (Some(watchdog), Some(concerns));
+        self.processes.set(processes(server)?);
+        server.supervisor.set_phase(Phase::Serving).map_err(CliError::with(ExitCode::Internal))?;
+        self.client.resume();
+        Ok(())
+    }
+
+    /// Parts the api from an engine that has failed: requests hear `cause`, what was on its way is thrown away.
+    pub(super) async fn leave_engine(&mut self, cause: &str) {
+        self.client.interrupt(cause);
+        (self.watchdog, self.concerns) = (None, None);
+        self.dispatcher.abort();
+        // Until the task has let go of it; then nothing else holds the link.
+        self.link.lock().await.forget_sent();
+    }
+
     /// Follows events until the HTTP server has ended.
-    async fn watch(&mut self, server: &mut Server, grace: Duration) -> std::result::Result<Ended, String> {
+    async fn watch(&mut self, plan: &ServePlan, server: &mut Server) -> std::result::Result<Ended, String> {
         let mut dispatching = true;
         let mut beat = tokio::time::interval(BEAT_INTERVAL);
         loop {
             tokio::select! {
                 _ = beat.tick() => self.mark.beat(),
-                Some(concern) = self.concerns.recv() => self.on_concern(server, concern),
+                Some(concern) = next(&mut self.concerns) => self.on_concern(server, concern),
                 ended = &mut self.http => return ended.map_err(in_words),
                 result = &mut self.dispatcher, if dispatching => {
                     dispatching = false;
                     if let Err(error) = flatten(result) {
-                        self.handle.fail(error.clone());
-                        self.link_error = Some(error);
+                        self.fail(CliError::new(ExitCode::ChildDied, error));
                     }
                 }
                 event = server.events.recv() => match event {
-                    Some(event) => self.on_event(server, event, grace),
+                    Some(Event::Failed(failure)) if self.signal.is_none() => {
+                        dispatching = self.on_failure(plan, server, failure).await;
+                    }
+                    Some(event) => self.on_event(server, event, plan.grace),
                     None => self.handle.fail("the supervising thread is gone"),
                 },
             }
         }
+    }
+
+    /// Whether there is an engine again.
+    async fn on_failure(&mut self, plan: &ServePlan, server: &mut Server, failure: Failure) -> bool {
+        let error = last_word(&failure);
+        // Open requests hear of the failure itself.
+        match self.policy.restarts(error.code) {
+            true => match self.restart(plan, server, for_clients(&failure), error).await {
+                Ok(()) => return true,
+                Err(error) => self.fail(error),
+            },
+            false => {
+                self.handle.fail(for_clients(&failure));
+                self.failure = Some(failure);
+            }
+        }
+        false
+    }
+
+    /// There is no engine and there will be none.
+    fn fail(&mut self, error: CliError) {
+        self.handle.fail(error.message.clone());
+        self.lost = Some(error);
     }
 
     fn on_concern(&mut self, server: &Server, concern: Concern) {
@@ -174,15 +237,12 @@ impl Service {
         self.watchdog = None;
         if matches!(ended, Ok(Ended::Drained | Ended::Cut { .. })) && self.failure.is_none() {
             self.dismiss(&mut server).await;
-        } else if self.failure.is_none() && self.link_error.is_none() {
+        } else if self.failure.is_none() && self.lost.is_none() {
             self.failure = server.next_verdict().await;
         }
         server.end_gently();
         if let Some(failure) = self.failure {
-            return Err(CliError::new(
-                failure.exit_code,
-                failure.to_string().trim_start_matches("lockstep: "),
-            ));
+            return Err(last_word(&failure));
         }
         match ended {
             Ok(Ended::Drained) => {
@@ -195,8 +255,7 @@ impl Service {
                 Err(CliError::new(code, text))
             }
             Ok(Ended::Failed) => {
-                let cause = self.link_error.unwrap_or_else(|| "the engine failed".into());
-                Err(CliError::new(ExitCode::ChildDied, cause))
+                Err(self.lost.unwrap_or_else(|| CliError::new(ExitCode::ChildDied, "the engine failed")))
             }
             Err(cause) => Err(CliError::new(ExitCode::Internal, cause)),
         }
@@ -221,6 +280,27 @@ impl Service {
             tracing::warn!("some processes did not leave within {} s and are ended", EXIT_PATIENCE.as_secs());
         }
     }
+}
+
+/// The next concern; never comes while nobody watches.
+async fn next(concerns: &mut Option<Concerns>) -> Option<Concern> {
+    match concerns {
+        Some(concerns) => concerns.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// What the launcher says of a failure that ends it.
+fn last_word(failure: &Failure) -> CliError {
+    CliError::new(failure.exit_code, failure.to_string().trim_start_matches("lockstep: "))
+}
+
+/// The launcher and its children of now.
+fn processes(server: &Server) -> Result<Vec<ProcessInfo>> {
+    let children = server.supervisor.processes().map_err(CliError::with(ExitCode::Internal))?;
+    let launcher = ProcessInfo { name: "lockstep".into(), pid: std::process::id() };
+    let children = children.into_iter().map(|(name, pid)| ProcessInfo { name, pid });
+    Ok(std::iter::once(launcher).chain(children).collect())
 }
 
 /// Who died of what, with the error it logged (without time, level and role); the rest of its log
@@ -257,15 +337,12 @@ fn detected_parsers(plan: &ServePlan, template: Option<&str>) -> ParserChoice {
 
 /// What the api reads off the watch page.
 fn watched(server: &Server) -> Watched {
-    let loops = server.loops.iter().map(|l| (l.label.clone(), l.mark)).collect();
-    let ranks = server.loops.iter().filter(|l| l.rank.is_some()).map(|l| l.mark).collect();
+    let loops = server.group.loops.iter().map(|l| (l.label.clone(), l.mark)).collect();
+    let ranks = server.group.loops.iter().filter(|l| l.rank.is_some()).map(|l| l.mark).collect();
     Watched { page: server.page.clone(), loops, ranks }
 }
 
 fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Facts) -> Result<ApiConfig> {
-    let processes = server.supervisor.processes().map_err(CliError::with(ExitCode::Internal))?;
-    let launcher = ProcessInfo { name: "lockstep".into(), pid: std::process::id() };
-    let children = processes.into_iter().map(|(name, pid)| ProcessInfo { name, pid });
     let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let generation = &plan.generation;
     let template = lockstep_tokenizer::chat_template_text(&plan.model_path, plan.chat_template.as_deref())
@@ -291,7 +368,6 @@ fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Fac
         cors: plan.connections.cors.clone(),
         strict_api: plan.strict_api,
         created,
-        processes: std::iter::once(launcher).chain(children).collect(),
         watch: Some(watched(server)),
         ..ApiConfig::new(&plan.served_model_name, facts.engine.context_max, plan.model.vocab_size)
     })

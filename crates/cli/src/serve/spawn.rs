@@ -1,7 +1,7 @@
 //! Starts the children and holds what the launcher needs to talk to them and to end them.
 
 use super::plan::ServePlan;
-use crate::child::text::{self, Duties, TextConfig};
+use crate::child::text::{Duties, TextConfig};
 use crate::child::{ChildConfig, Part};
 use crate::error::{CliError, Result};
 use lockstep_comm::link::{AsyncReceiver, Context, Endpoint, Receiver, random_prefix};
@@ -31,6 +31,15 @@ pub struct Server {
     pub supervisor: Supervisor,
     /// What happens to them.
     pub events: Events,
+    /// Where every loop stands, for the life of the server.
+    pub page: WatchPage,
+    page_fd: Arc<OwnedFd>,
+    /// The children of now.
+    pub group: Group,
+}
+
+/// What belongs to one set of children; a restart makes another.
+pub struct Group {
     /// What they say; the dispatcher takes it when serving starts.
     pub inbox: Option<AsyncReceiver<ToApi>>,
     /// Sockets live in it.
@@ -39,9 +48,7 @@ pub struct Server {
     pub tokenizers: Vec<Endpoint>,
     /// Rank 0's inbox.
     pub scheduler: Endpoint,
-    /// Where every loop stands.
-    pub page: WatchPage,
-    /// Whose mark is which; the launcher's own is the last.
+    /// Whose mark on the page is which; the launcher's own is the last.
     pub loops: Vec<WatchedLoop>,
     abort: AbortHandle,
 }
@@ -49,41 +56,48 @@ pub struct Server {
 /// Starts every process of the plan. On an error nothing is left running.
 pub fn start(plan: &ServePlan, stderr: &StderrSink) -> Result<Server> {
     let internal = CliError::with(ExitCode::Internal);
-    let names = Names { prefix: random_prefix(), endpoints: plan.topology.endpoints() };
-    let context = Context::new();
-    let api = names.endpoint(&names.endpoints.api);
-    let inbox = Receiver::bind(&context, &api).map_err(CliError::with(ExitCode::Internal))?;
-    let region = Arc::new(shared_memory(plan.topology.tp_size)?);
-    let abort = AbortHandle::new(&region).map_err(CliError::with(ExitCode::Internal))?;
-    let (supervisor, events) =
-        Supervisor::start(stderr.clone()).map_err(CliError::with(ExitCode::Internal))?;
-    let parts: Vec<_> = plan.topology.processes().into_iter().map(|p| part(plan, &names, p)).collect();
-    let marks: usize = parts.iter().map(|part| part.labels().len()).sum();
+    let marks: usize = plan.topology.processes().iter().map(|p| labels(plan, p).len()).sum();
     let (page_fd, page) = WatchPage::create(marks + 1).map_err(CliError::with(ExitCode::Internal))?;
     let page_fd = Arc::new(page_fd);
-    let mut loops = Vec::with_capacity(marks + 1);
-    for part in parts {
-        let (process, mark) = (part.process.name.clone(), loops.len());
-        let (labels, rank) = (part.labels(), part.process.parallel.map(|p| p.rank()));
-        let spec = part.spec(plan, mark, (&page_fd, &region)).map_err(&internal)?;
-        let pid = supervisor.spawn(spec).map_err(CliError::with(ExitCode::Internal))?;
-        let watched =
-            |(at, label)| WatchedLoop { process: process.clone(), pid, label, mark: mark + at, rank };
-        loops.extend(labels.into_iter().enumerate().map(watched));
+    let (supervisor, events) = Supervisor::start(stderr.clone()).map_err(internal)?;
+    let group = Group::start(plan, &supervisor, &page_fd)?;
+    Ok(Server { supervisor, events, page, page_fd, group })
+}
+
+impl Group {
+    fn start(plan: &ServePlan, supervisor: &Supervisor, page: &Arc<OwnedFd>) -> Result<Self> {
+        let internal = CliError::with(ExitCode::Internal);
+        let names = Names { prefix: random_prefix(), endpoints: plan.topology.endpoints() };
+        let context = Context::new();
+        let api = names.endpoint(&names.endpoints.api);
+        let inbox = Receiver::bind(&context, &api).map_err(CliError::with(ExitCode::Internal))?;
+        let region = Arc::new(shared_memory(plan.topology.tp_size)?);
+        let abort = AbortHandle::new(&region).map_err(CliError::with(ExitCode::Internal))?;
+        let mut loops = Vec::new();
+        for process in plan.topology.processes() {
+            let (name, mark, rank) = (process.name.clone(), loops.len(), process.parallel.map(|p| p.rank()));
+            let labels = labels(plan, &process);
+            let spec = child_spec(plan, &names, process, (mark, page, &region)).map_err(&internal)?;
+            let pid = supervisor.spawn(spec).map_err(CliError::with(ExitCode::Internal))?;
+            loops.extend(labels.into_iter().enumerate().map(|(at, label)| WatchedLoop {
+                process: name.clone(),
+                pid,
+                label,
+                mark: mark + at,
+                rank,
+            }));
+        }
+        let (process, pid) = ("lockstep".to_owned(), std::process::id());
+        loops.push(WatchedLoop { process, pid, label: "api".into(), mark: loops.len(), rank: None });
+        Ok(Self {
+            inbox: Some(AsyncReceiver::new(inbox).map_err(CliError::with(ExitCode::Internal))?),
+            tokenizers: names.endpoints.tokenizers.iter().map(|n| names.endpoint(n)).collect(),
+            scheduler: names.endpoint(&names.endpoints.schedulers[0]),
+            context,
+            loops,
+            abort,
+        })
     }
-    let (process, pid) = ("lockstep".to_owned(), std::process::id());
-    loops.push(WatchedLoop { process, pid, label: "api".into(), mark: marks, rank: None });
-    Ok(Server {
-        supervisor,
-        events,
-        inbox: Some(AsyncReceiver::new(inbox).map_err(CliError::with(ExitCode::Internal))?),
-        tokenizers: names.endpoints.tokenizers.iter().map(|n| names.endpoint(n)).collect(),
-        scheduler: names.endpoint(&names.endpoints.schedulers[0]),
-        context,
-        page,
-        loops,
-        abort,
-    })
 }
 
 /// The memory that the ranks of a replica share; it has no name and ends with the processes.
@@ -105,51 +119,39 @@ impl Names {
     }
 }
 
-/// A process and what it does.
-struct Started {
+/// What a process's loops are called, one mark on the watch page each.
+fn labels(plan: &ServePlan, process: &Process) -> Vec<String> {
+    match (process.role, process.parallel) {
+        (Role::Scheduler(_), Some(parallel)) => vec![parallel.label()],
+        (Role::Tokenizer(number), _) => vec![format!("tokenizer-{number}")],
+        _ if plan.topology.num_tokenizer == 0 => vec!["tokenizer-0".into(), "detokenizer-0".into()],
+        _ => vec!["detokenizer-0".into()],
+    }
+}
+
+/// How to start a process whose loops' marks begin at `mark`.
+fn child_spec(
+    plan: &ServePlan,
+    names: &Names,
     process: Process,
-    part: Part,
-}
-
-fn part(plan: &ServePlan, names: &Names, process: Process) -> Started {
-    let part = match (process.role, process.parallel) {
-        (Role::Scheduler(_), Some(parallel)) => Part::Rank(Box::new(rank_config(plan, names, parallel))),
-        (role, _) => Part::Text(Box::new(text_config(plan, names, role))),
-    };
-    Started { process, part }
-}
-
-impl Started {
-    /// What its loops are called, one mark on the watch page each.
-    fn labels(&self) -> Vec<String> {
-        match &self.part {
-            Part::Rank(rank) => vec![rank.parallel.label()],
-            Part::Text(text) => {
-                let number = if let Role::Tokenizer(i) = text.role { i } else { 0 };
-                text::marks(&text.duties).iter().map(|name| format!("{name}-{number}")).collect()
-            }
+    (mark, page, region): (usize, &Arc<OwnedFd>, &Arc<OwnedFd>),
+) -> serde_json::Result<ChildSpec> {
+    let (label, part, inherited) = match (process.role, process.parallel) {
+        (Role::Scheduler(_), Some(parallel)) => {
+            let rank = Box::new(rank_config(plan, names, parallel));
+            (parallel.label(), Part::Rank(rank), vec![page.clone(), region.clone()])
         }
-    }
-
-    /// How to start it; its loops' marks begin at `mark`.
-    fn spec(
-        self,
-        plan: &ServePlan,
-        mark: usize,
-        (page, region): (&Arc<OwnedFd>, &Arc<OwnedFd>),
-    ) -> serde_json::Result<ChildSpec> {
-        let (label, inherited) = match &self.part {
-            Part::Rank(rank) => (rank.parallel.label(), vec![page.clone(), region.clone()]),
-            Part::Text(_) => (text_label(self.process.role), vec![page.clone()]),
-        };
-        let config = ChildConfig { label, log_level: plan.log_level.into(), mark, part: self.part };
-        Ok(ChildSpec {
-            role: self.process.role,
-            name: self.process.name,
-            config_json: serde_json::to_string(&config)?,
-            inherited,
-        })
-    }
+        (role, _) => {
+            (text_label(role), Part::Text(Box::new(text_config(plan, names, role))), vec![page.clone()])
+        }
+    };
+    let config = ChildConfig { label, log_level: plan.log_level.into(), mark, part };
+    Ok(ChildSpec {
+        role: process.role,
+        name: process.name,
+        config_json: serde_json::to_string(&config)?,
+        inherited,
+    })
 }
 
 fn text_label(role: Role) -> String {
@@ -210,7 +212,20 @@ fn text_config(plan: &ServePlan, names: &Names, role: Role) -> TextConfig {
 impl Server {
     /// Wakes every rank that waits for a dead one.
     pub fn abort_group(&self, cause: &str) {
-        self.abort.abort(cause);
+        self.group.abort.abort(cause);
+    }
+
+    /// Ends what is left of the children; [`Event::AllExited`] follows.
+    pub fn begin_end(&self, cause: &str) -> Result<()> {
+        self.abort_group(cause);
+        self.supervisor.begin_shutdown(END_GRACE).map_err(CliError::with(ExitCode::Internal))
+    }
+
+    /// Starts every process of the plan again, after all have ended.
+    pub fn start_again(&mut self, plan: &ServePlan) -> Result<()> {
+        (0..self.page.marks() - 1).for_each(|mark| self.page.reset(mark));
+        self.group = Group::start(plan, &self.supervisor, &self.page_fd)?;
+        Ok(())
     }
 
     /// Ends all children at once and returns `error` for the launcher to end with.

@@ -1,0 +1,206 @@
+#!/usr/bin/env python3
+"""Kills a random process of a server in a random phase, many times, and checks what comes of it.
+
+    kills.py BINARY MODEL [--rounds 50] [--seed 1]
+
+MODEL is the fixture `chain_long` (its answers to prompts that end in C have no end). Each round starts a server with
+two ranks and a tokenizer of its own, brings it into a phase (load, idle, prefill, decode, drain), kills one process
+with SIGKILL, and checks: the launcher ends with code 4 (or was the victim), its last line names the process, open
+streams are told within the limit, and no process, shared memory, file or port is left. Prints the time from the kill
+to the launcher's message, p50 and max, and exits with 1 if any round failed.
+"""
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+CHILDREN = ["lockstep-TP0-scheduler", "lockstep-TP1-scheduler", "lockstep-tokenizer-0", "lockstep-detokenizer-0"]
+ROLES = ["lockstep"] + CHILDREN
+PHASES = ["load", "idle", "prefill", "decode", "drain"]
+END_LIMIT_S = 20.0
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def name_of(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as f:
+            return os.path.basename(f.read().split(b"\0")[0].decode(errors="replace"))
+    except OSError:
+        return ""
+
+
+def marked(mark):
+    """Living processes that carry the mark in their environment: pid to name."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as f:
+                if mark.encode() in f.read():
+                    found[int(pid)] = name_of(pid)
+        except OSError:
+            continue
+    return found
+
+
+def until(limit_s, condition):
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.005)
+    return None
+
+
+class Server:
+    def __init__(self, binary, model, private):
+        self.port = free_port()
+        self.mark = f"LOCKSTEP_FAULTS={os.getpid()}-{self.port}"
+        name, value = self.mark.split("=")
+        environment = {**os.environ, name: value, "TMPDIR": private}
+        command = [binary, "serve", "--model", model, "--port", str(self.port), "--tp", "2", "--threads", "1"]
+        command += ["--num-tokenizer", "1", "--num-pages", "4096", "--grace-seconds", "10", "--chunk", "64"]
+        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        self.lines = []
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
+
+    def read(self):
+        for line in self.process.stderr:
+            self.lines.append((time.monotonic(), line.rstrip("\n")))
+
+    def pid_of(self, role):
+        if role == "lockstep":
+            return self.process.pid
+        pids = [pid for pid, name in marked(self.mark).items() if name == role]
+        return pids[0] if pids else None
+
+    def listens(self):
+        with socket.socket() as s:
+            return s.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def stream(self, prompt, max_tokens):
+        body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "stream": True, "temperature": 0})
+        s = socket.create_connection(("127.0.0.1", self.port))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        s.sendall((head + body).encode())
+        return s
+
+
+def rest_of(stream, limit_s):
+    stream.settimeout(limit_s)
+    data = b""
+    try:
+        while chunk := stream.recv(65536):
+            data += chunk
+    except (ConnectionError, TimeoutError) as error:
+        data += f" [{type(error).__name__}]".encode()
+    return data
+
+
+def one_round(binary, model, phase, role):
+    """Problems of one round, and the seconds to the message (None where there is nobody to say it)."""
+    problems = []
+    with tempfile.TemporaryDirectory() as private:
+        server = Server(binary, model, private)
+        streams = []
+        if phase == "load":
+            if not until(END_LIMIT_S, lambda: server.pid_of(role)):
+                problems.append("the process never came")
+        else:
+            if not until(60, server.listens):
+                problems.append("never ready")
+            if phase == "prefill":
+                streams = [server.stream("x" * 3500 + "C", 8) for _ in range(2)]
+            if phase in ("decode", "drain"):
+                streams = [server.stream("C", 3000) for _ in range(3)]
+                for stream in streams:
+                    stream.settimeout(30)
+                    stream.recv(4096)
+            if phase == "drain":
+                server.process.send_signal(signal.SIGTERM)
+                until(5, lambda: any("draining" in line for _, line in server.lines))
+        pid = server.pid_of(role)
+        killed = time.monotonic()
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+        for stream in streams:
+            data = rest_of(stream, END_LIMIT_S)
+            told = b'"error"' in data or b"[DONE]" in data or b"HTTP/1.1 503" in data
+            if role != "lockstep" and not told:
+                problems.append(f"a stream ended without a word: {data[-200:]!r}")
+            stream.close()
+        try:
+            code = server.process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            problems.append("the launcher does not end")
+            server.process.kill()
+            code = server.process.wait()
+        left = until(5, lambda: not marked(server.mark)) is None
+        server.reader.join(5)
+        words = [(at - killed, line) for at, line in server.lines if line.startswith("lockstep: ")]
+        seconds = None
+        if role != "lockstep" and pid:
+            if code != 4:
+                problems.append(f"exit code {code}")
+            if not words or role not in words[-1][1] or server.lines[-1][1] != words[-1][1]:
+                problems.append(f"the last line does not name it: {server.lines[-1:]}")
+            else:
+                seconds = words[-1][0]
+        if left:
+            problems.append(f"processes left: {marked(server.mark)}")
+        if os.listdir(private):
+            problems.append(f"files left: {os.listdir(private)}")
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                s.bind(("127.0.0.1", server.port))
+            except OSError as error:
+                problems.append(f"the port is taken: {error}")
+    return problems, seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("binary")
+    parser.add_argument("model")
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    choose = random.Random(args.seed)
+    # Every pair once, in random order, before any comes twice.
+    pairs = [(phase, role) for phase in PHASES for role in ROLES]
+    plan = []
+    while len(plan) < args.rounds:
+        choose.shuffle(pairs)
+        plan += pairs
+    times, failed = [], 0
+    for number, (phase, role) in enumerate(plan[: args.rounds]):
+        problems, seconds = one_round(args.binary, args.model, phase, role)
+        if seconds is not None:
+            times.append((seconds, phase, role))
+        failed += bool(problems)
+        told = "-" if seconds is None else f"{seconds * 1000:.0f} ms"
+        print(f"{number:3} {phase:8} {role:24} {told:>8} {'; '.join(problems) or 'ok'}", flush=True)
+    seconds = sorted(t for t, _, _ in times)
+    if seconds:
+        print(f"{args.rounds} rounds, {failed} failed; time to the message: p50 {statistics.median(seconds) * 1000:.0f} ms, "
+              f"max {seconds[-1] * 1000:.0f} ms ({max(times)[1]}, {max(times)[2]})")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
