@@ -3,6 +3,8 @@
 //! TLS is rustls' with the `ring` provider: TLS 1.2 and 1.3, no client certificates. ALPN offers HTTP/2 and
 //! HTTP/1.1; without TLS the server speaks HTTP/1 only. Certificate and key are read once, at start.
 
+use lockstep_core::limits::FLAG_FILE_BYTES_MAX;
+use lockstep_core::{FileError, files};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
@@ -25,14 +27,12 @@ const HTTP_1_1: &[u8] = b"http/1.1";
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// A file cannot be read.
-    #[error("cannot read the {what} {}: {cause}; check the path and its permissions", path.display())]
+    #[error("cannot use the {what}: {cause}")]
     Read {
         /// Which of the two.
         what: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        cause: io::Error,
+        /// Which file, and why.
+        cause: FileError,
     },
     /// A file holds something else.
     #[error("{} holds no {what} in PEM form ({cause}); it must begin with -----BEGIN", path.display())]
@@ -95,7 +95,7 @@ impl std::fmt::Debug for Tls {
 }
 
 fn read(what: &'static str, path: &Path) -> Result<Vec<u8>, TlsError> {
-    std::fs::read(path).map_err(|cause| TlsError::Read { what, path: path.into(), cause })
+    files::read(path, FLAG_FILE_BYTES_MAX).map_err(|cause| TlsError::Read { what, cause })
 }
 
 fn no_pem(what: &'static str, path: &Path) -> impl Fn(pem::Error) -> TlsError {

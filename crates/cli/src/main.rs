@@ -6,14 +6,15 @@
 mod batch;
 mod bench;
 mod chat;
+mod checkpoint;
 mod child;
 mod client;
-mod config_only;
 mod device;
 mod doctor;
 mod error;
 mod flags;
 mod logging;
+mod output;
 mod plan;
 mod pull;
 mod selftest;
@@ -24,6 +25,7 @@ use clap::Parser;
 use error::{CliError, Result};
 use flags::{BenchCommand, Cli, Command};
 use lockstep_core::ExitCode;
+use output::{say_line, written};
 use std::io::Write;
 
 fn main() {
@@ -43,18 +45,15 @@ fn main() {
     std::process::exit(code.code());
 }
 
-/// Prints the answer of a command; a reader who has heard enough is no error.
-fn say(text: &str) {
-    let _ = std::io::stdout().write_all(text.as_bytes());
-}
-
 /// The command line, or one sentence about what is wrong with it. Help and version end here.
 fn parse() -> Result<Cli> {
     Cli::try_parse().map_err(|error| {
         let help = clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand;
         if !error.use_stderr() || error.kind() == help {
             // Help was asked for, or nothing was: it is the answer.
-            let _ = error.print();
+            if let Err(failed) = written(error.print().and_then(|()| std::io::stdout().flush())) {
+                return failed;
+            }
             let code = if error.use_stderr() { ExitCode::Flags } else { ExitCode::Drained };
             return CliError::new(code, "");
         }
@@ -80,7 +79,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Replay(flags) => {
             let report =
                 lockstep_engine::flight::replay(&flags.file).map_err(CliError::with(ExitCode::Internal))?;
-            println!("{report}");
+            say_line(&report)?;
             match report.difference {
                 None => Ok(()),
                 Some(_) => Err(CliError::new(

@@ -1,12 +1,15 @@
 //! `lockstep plan`: what a model takes and how fast it will be at each tp size; loads nothing.
 
-use crate::config_only::config_only;
+use crate::checkpoint::{self, ConfigOnly};
 use crate::error::{CliError, Result};
 use crate::flags::plan::PlanFlags;
+use crate::output::say;
 use crate::pull;
 use crate::serve::memory;
+use anyhow::Context;
 use lockstep_backend::cpu::probe;
-use lockstep_core::{DType, ExitCode, ModelConfig};
+use lockstep_core::limits::FLAG_FILE_BYTES_MAX;
+use lockstep_core::{DType, ExitCode, ModelConfig, files};
 use lockstep_model::WeightSource;
 use lockstep_planner::device::GIB;
 use lockstep_planner::{Device, DeviceKind, DeviceTable, Facts, PlanError, Workload, plan, table};
@@ -42,14 +45,14 @@ pub fn run(flags: &PlanFlags) -> Result<()> {
     };
     flags.check(&workload).map_err(&flag_error)?;
     let dtype_of = |name: &str| description.dtype_of(name, dtype);
-    let facts = Facts { config, dtype_of: &dtype_of, source: description.source() };
+    let facts =
+        Facts { config, dtype_of: &dtype_of, source: description.source(), notes: description.notes() };
     let plan = plan(&facts, &device, workload).map_err(|e| flag_error_of(&e))?;
     let text = match flags.json {
         true => serde_json::to_string_pretty(&plan).map_err(CliError::with(ExitCode::Internal))? + "\n",
         false => table::render(&plan),
     };
-    crate::say(&text);
-    Ok(())
+    say(text)
 }
 
 fn flag_error_of(error: &PlanError) -> CliError {
@@ -57,33 +60,31 @@ fn flag_error_of(error: &PlanError) -> CliError {
 }
 
 fn read_table(path: &Path) -> anyhow::Result<DeviceTable> {
-    let text =
-        std::fs::read_to_string(path).map_err(|e| anyhow::anyhow!("--devices {}: {e}", path.display()))?;
-    Ok(DeviceTable::parse(&text)?)
+    let text = files::read_text(path, FLAG_FILE_BYTES_MAX).context("--devices")?;
+    DeviceTable::parse(&text).with_context(|| format!("--devices {}", path.display()))
 }
 
 /// A model's description, with tensor headers where there are any.
 enum Description {
     /// A whole checkpoint.
     Files(Box<ModelFiles>),
-    /// A folder with nothing but a `config.json`.
-    ConfigOnly(Box<ModelConfig>, DType),
+    /// A folder without weights.
+    ConfigOnly(Box<ConfigOnly>),
 }
 
 impl Description {
+    /// Refuses, with its own sentence, what a server would refuse to load.
     fn read(path: &Path, dtype: Option<DType>) -> Result<Self> {
-        if path.is_dir() && !has_weights(path) {
-            let (config, dtype) = config_only(path, dtype)?;
-            return Ok(Self::ConfigOnly(Box::new(config), dtype));
+        if checkpoint::is_config_only(path)? {
+            return Ok(Self::ConfigOnly(Box::new(checkpoint::config_only(path, dtype)?)));
         }
-        let files = ModelFiles::open(path).map_err(CliError::with(ExitCode::ModelFiles))?;
-        Ok(Self::Files(Box::new(files)))
+        Ok(Self::Files(Box::new(checkpoint::open(path)?)))
     }
 
     fn config(&self) -> &ModelConfig {
         match self {
             Self::Files(files) => files.config(),
-            Self::ConfigOnly(config, _) => config,
+            Self::ConfigOnly(model) => &model.config,
         }
     }
 
@@ -91,23 +92,23 @@ impl Description {
     fn dtype_of(&self, tensor: &str, wanted: Option<DType>) -> Option<DType> {
         match self {
             Self::Files(files) => WeightSource::dtype_of(&**files, tensor).map(|own| wanted.unwrap_or(own)),
-            Self::ConfigOnly(_, dtype) => Some(*dtype),
+            Self::ConfigOnly(model) => Some(model.dtype),
         }
     }
 
     fn source(&self) -> String {
         match self {
             Self::Files(files) => format!("{}, from the files' headers", files.source_label()),
-            Self::ConfigOnly(_, dtype) => format!("all {}, from config.json alone", dtype.name()),
+            Self::ConfigOnly(model) => format!("all {}, from config.json alone", model.dtype.name()),
         }
     }
-}
 
-/// Whether a folder holds any weight file or the index of some.
-fn has_weights(folder: &Path) -> bool {
-    let Ok(entries) = std::fs::read_dir(folder) else { return true };
-    let mut names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    names.any(|name| name.contains(".safetensors") || name.ends_with(".gguf"))
+    fn notes(&self) -> Vec<String> {
+        match self {
+            Self::Files(files) => checkpoint::notes(files),
+            Self::ConfigOnly(model) => model.notes.clone(),
+        }
+    }
 }
 
 /// The device of this machine: its first NVIDIA GPU if the driver names one that the table has, else

@@ -1,17 +1,19 @@
 //! `lockstep verify`: the same answers at every tp size, on every device, and at every chunking, page size, batch and
 //! cache hit? Exit code 0 says yes.
 
-use crate::config_only::config_only;
+use crate::checkpoint;
 use crate::error::{CliError, Result};
 use crate::flags::verify::VerifyFlags;
+use crate::output::say;
 use crate::pull;
+use crate::serve::memory;
 use lockstep_backend::cuda;
-use lockstep_core::{DType, ExitCode, ModelConfig, TokenId, shard};
+use lockstep_core::limits::FLAG_FILE_BYTES_MAX;
+use lockstep_core::{DType, ExitCode, ModelConfig, TokenId, files, shard};
 use lockstep_engine::{DeviceConfig, GpuPlan};
 use lockstep_model::{DummyWeights, WeightSource};
 use lockstep_tokenizer::{TextModel, TextOptions};
 use lockstep_verify::{Device, Options, Report, WholeSource, check_device, report, verify};
-use lockstep_weights::ModelFiles;
 use std::io::{IsTerminal, Write};
 use std::path::Path;
 
@@ -40,12 +42,16 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
     let devices = devices(flags, dtype).map_err(&flag_error)?;
     check(flags).map_err(&flag_error)?;
     let path = pull::resolve(&flags.model, &pull::cache_dir(flags.cache_dir.clone()))?;
-    let source: Box<dyn WeightSource> = match flags.dummy_weights {
+    let (source, notes): (Box<dyn WeightSource>, _) = match flags.dummy_weights {
         Some(seed) => {
-            let (config, dtype) = config_only(&path, dtype)?;
-            Box::new(DummyWeights::new(config, dtype, seed))
+            let model = checkpoint::config_only(&path, dtype)?;
+            (Box::new(DummyWeights::new(model.config, model.dtype, seed)), model.notes)
         }
-        None => Box::new(ModelFiles::open(&path).map_err(CliError::with(ExitCode::ModelFiles))?),
+        None => {
+            let files = checkpoint::open(&path)?;
+            let notes = checkpoint::notes(&files);
+            (Box::new(files), notes)
+        }
     };
     let on_gpus = devices.iter().any(|device| matches!(device, Device::Cuda { .. }));
     let tp_sizes = tp_sizes(flags, source.config(), on_gpus)?;
@@ -62,7 +68,10 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
         .map_err(CliError::with(ExitCode::Flags))?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let prompts = prompts(flags, &path, source.config())?;
+    let (memory_bytes, memory_origin) = memory::allowed()?;
     let options = Options {
+        memory_bytes,
+        memory_origin,
         devices,
         prompts,
         tokens: flags.tokens,
@@ -71,7 +80,7 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
         gpus,
         tp_sizes,
     };
-    let verdict = compared(flags, &WholeSource(&*source), &options);
+    let verdict = compared(flags, &WholeSource(&*source), &options, notes);
     if let Err(error) = &verdict
         && on_gpus
     {
@@ -83,7 +92,12 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
 }
 
 /// Runs all comparisons and prints them. Errors when one failed.
-fn compared(flags: &VerifyFlags, subject: &WholeSource<'_>, options: &Options) -> Result<()> {
+fn compared(
+    flags: &VerifyFlags,
+    subject: &WholeSource<'_>,
+    options: &Options,
+    notes: Vec<String>,
+) -> Result<()> {
     let show = std::io::stderr().is_terminal();
     let progress = |what: &str| {
         if show {
@@ -99,10 +113,11 @@ fn compared(flags: &VerifyFlags, subject: &WholeSource<'_>, options: &Options) -
         let message = error.to_string();
         CliError::new(error.exit_code(), message)
     })?;
-    crate::say(&match flags.json {
+    let found = Report { notes, ..found };
+    say(match flags.json {
         true => serde_json::to_string_pretty(&found).map_err(CliError::with(ExitCode::Internal))? + "\n",
         false => report::render(&found),
-    });
+    })?;
     match found.passed() {
         true => Ok(()),
         false => Err(CliError::new(ExitCode::Internal, "the answers are not what was promised; see above")),
@@ -206,18 +221,15 @@ fn encoded(file: Option<&Path>, model: &Path) -> Result<Vec<Vec<TokenId>>> {
     let texts: Vec<String> = match file {
         None => PROMPTS.iter().map(|p| (*p).to_owned()).chain([SENTENCE.repeat(REPEATS)]).collect(),
         Some(file) => {
-            let named = |e: std::io::Error| {
-                CliError::new(ExitCode::Flags, format!("--prompts {}: {e}", file.display()))
-            };
-            let text = std::fs::read_to_string(file).map_err(named)?;
+            let text = files::read_text(file, FLAG_FILE_BYTES_MAX)
+                .map_err(|e| CliError::new(ExitCode::Flags, format!("--prompts: {e}")))?;
             text.lines().filter(|line| !line.trim().is_empty()).map(str::to_owned).collect()
         }
     };
-    if texts.is_empty() {
-        return Err(CliError::new(
-            ExitCode::Flags,
-            "--prompts holds no line with text; write one prompt a line",
-        ));
+    if let (true, Some(file)) = (texts.is_empty(), file) {
+        let sentence =
+            format!("--prompts {} holds no line with text; write one prompt a line", file.display());
+        return Err(CliError::new(ExitCode::Flags, sentence));
     }
     let model_files = CliError::with(ExitCode::ModelFiles);
     let tokenizer = TextModel::load(model, &TextOptions::default()).map_err(model_files)?;

@@ -1,15 +1,17 @@
 //! Vocabulary shared by every Lockstep crate: ids, parallel layout, model description, sampling
 //! parameters, refusals, limits and exit codes.
 //!
-//! **Invariant:** nothing here does I/O, reads a clock or starts a thread ([`folders`] reads the environment). Every
+//! **Invariant:** nothing here reads a clock, starts a thread or does I/O, except that [`files`] opens what it is told to
+//! and [`folders`] reads the environment. Every
 //! other crate may use this one; this one uses none of them.
 //!
 //! Reading order: [`ids`], [`parallel`], [`config`], [`shard`], [`sampling`], [`refusal`],
-//! [`exit`], [`limits`], [`folders`], [`random`].
+//! [`exit`], [`limits`], [`files`], [`folders`], [`random`].
 
 pub mod config;
 pub mod dtype;
 pub mod exit;
+pub mod files;
 pub mod folders;
 pub mod ids;
 pub mod limits;
@@ -25,6 +27,7 @@ pub use config::{
 };
 pub use dtype::DType;
 pub use exit::ExitCode;
+pub use files::FileError;
 pub use ids::{PageId, RequestId, StepId, TokenId};
 pub use parallel::ParallelInfo;
 pub use refusal::Refusal;

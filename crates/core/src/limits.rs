@@ -17,6 +17,9 @@ pub const TP_SIZE_MAX: usize = 64;
 pub const PAGE_SIZE_MAX: usize = 1024;
 /// Largest JSON metadata file of a model (config.json, tokenizer.json, ...) in bytes.
 pub const MODEL_JSON_BYTES_MAX: u64 = 256 << 20;
+/// Largest file that a flag names and that is read whole (prompts, traces, recordings, keys, certificates, device
+/// tables) in bytes.
+pub const FLAG_FILE_BYTES_MAX: u64 = 256 << 20;
 /// Largest safetensors header in bytes (the format's own limit).
 pub const SAFETENSORS_HEADER_BYTES_MAX: u64 = 100 << 20;
 /// Most layers a model file may claim (a 405B model: 126).

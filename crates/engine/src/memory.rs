@@ -1,40 +1,113 @@
-//! How many KV pages a rank can hold, and the agreement on the smallest.
+//! What a rank will hold before it loads, how many KV pages are left for it, and the agreement on the smallest.
+//!
+//! [`check_before_loading`] is what every command asks that loads a model, whether a rank of a server or all ranks of a
+//! verification are about to.
 //!
 //! Every rank computes its own number from its own budget; the pool of the group is the minimum,
 //! so no rank ever hands out a page that another does not have.
 
 use crate::config::RankConfig;
 use crate::{EngineError, Result};
-use lockstep_backend::KvLayout;
+use lockstep_backend::{Backend, KvLayout};
 use lockstep_comm::group::{Patience, ProcessGroup};
+use lockstep_core::{DType, ParallelInfo};
+use lockstep_model::{ModelRules, ShardBytes, WeightSource, Workspace};
 
-/// Bytes a rank has committed before its KV pool.
-#[derive(Clone, Copy, Debug)]
+/// Bytes committed before a KV pool that takes what is left.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Committed {
     /// Packed weights.
     pub weight_bytes: usize,
     /// Activation buffers.
     pub workspace_bytes: usize,
+    /// KV pages and results, where their number is known beforehand.
+    pub kept_bytes: usize,
 }
 
-/// Refuses before any weight is read what cannot fit, instead of after minutes of loading.
-pub fn check_before_loading(config: &RankConfig, expected: Committed) -> Result<()> {
-    match expected.weight_bytes + expected.workspace_bytes < config.memory_budget_bytes {
-        true => Ok(()),
-        false => Err(too_little(config, expected, "nothing for KV pages".into())),
+impl Committed {
+    /// What the rank at `p` will load of `source`, matrices converted to `dtype` if there is one, and its activations
+    /// in steps of at most (tokens, rows of logits). From the rules that the loader follows; reads headers only.
+    /// Panics when the tp size is illegal.
+    pub fn expected<B: Backend>(
+        source: &dyn WeightSource,
+        p: ParallelInfo,
+        dtype: Option<DType>,
+        (tokens_max, rows_max): (usize, usize),
+    ) -> Self {
+        let model = source.config();
+        let dtype_of = |tensor: &str| source.dtype_of(tensor).map(|own| dtype.unwrap_or(own));
+        Self {
+            weight_bytes: ShardBytes::of(&ModelRules::new(model), p, dtype_of).total(),
+            workspace_bytes: Workspace::<B>::bytes(model, p, tokens_max, rows_max),
+            kept_bytes: 0,
+        }
+    }
+
+    /// The same of several ranks together.
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            weight_bytes: self.weight_bytes + other.weight_bytes,
+            workspace_bytes: self.workspace_bytes + other.workspace_bytes,
+            kept_bytes: self.kept_bytes + other.kept_bytes,
+        }
+    }
+
+    /// All of it.
+    pub fn total(self) -> usize {
+        self.weight_bytes + self.workspace_bytes + self.kept_bytes
     }
 }
 
-fn too_little(config: &RankConfig, committed: Committed, left: String) -> EngineError {
-    EngineError::Memory(format!(
-        "{} may use {} MiB ({}), but weights take {} MiB and activations {} MiB, which leaves {left}; raise \
-         --memory-ratio, lower --chunk or --max-running, or use a larger --tp",
-        config.parallel.label(),
-        config.memory_budget_bytes >> 20,
-        config.memory_budget_origin,
-        committed.weight_bytes >> 20,
-        committed.workspace_bytes >> 20,
-    ))
+/// What somebody may use of memory, in words that an error can give.
+#[derive(Clone, Debug)]
+pub struct Allowance<'a> {
+    /// Who: a rank's label, or several ranks.
+    pub who: &'a str,
+    /// How much.
+    pub bytes: usize,
+    /// How that came about.
+    pub origin: &'a str,
+    /// What the rest is for.
+    pub rest: &'a str,
+    /// What to change when it is too little.
+    pub remedy: &'a str,
+}
+
+impl Allowance<'_> {
+    fn too_little(&self, committed: Committed, left: &str) -> EngineError {
+        let kept = match committed.kept_bytes {
+            0 => String::new(),
+            bytes => format!(", KV pages and results {} MiB", bytes >> 20),
+        };
+        EngineError::Memory(format!(
+            "{} may use {} MiB ({}), but weights take {} MiB and activations {} MiB{kept}, which leaves {left}; {}",
+            self.who,
+            self.bytes >> 20,
+            self.origin,
+            committed.weight_bytes >> 20,
+            committed.workspace_bytes >> 20,
+            self.remedy,
+        ))
+    }
+}
+
+/// Refuses before any weight is read what cannot fit, instead of after minutes of loading.
+pub fn check_before_loading(allowed: &Allowance<'_>, expected: Committed) -> Result<()> {
+    match expected.total() < allowed.bytes {
+        true => Ok(()),
+        false => Err(allowed.too_little(expected, &format!("nothing for {}", allowed.rest))),
+    }
+}
+
+/// What a rank of a server may use.
+pub(crate) fn allowance<'a>(config: &'a RankConfig, label: &'a str) -> Allowance<'a> {
+    Allowance {
+        who: label,
+        bytes: config.memory_budget_bytes,
+        origin: &config.memory_budget_origin,
+        rest: "KV pages",
+        remedy: "raise --memory-ratio, lower --chunk or --max-running, or use a larger --tp",
+    }
 }
 
 /// Pages this rank could hold: `--num-pages`, or what the budget leaves, at most what
@@ -50,12 +123,11 @@ pub fn local_pages(
     if let Some(pages) = config.num_pages {
         return Ok(pages);
     }
-    let used = committed.weight_bytes + committed.workspace_bytes;
-    let left = config.memory_budget_bytes.saturating_sub(used);
+    let left = config.memory_budget_bytes.saturating_sub(committed.total());
     let pages = left / layout.page_bytes();
     if pages == 0 {
         let left = format!("no room for a KV page of {} KiB", layout.page_bytes() >> 10);
-        return Err(too_little(config, committed, left));
+        return Err(allowance(config, &config.parallel.label()).too_little(committed, &left));
     }
     let wanted = config.batching.running_max * context_max.div_ceil(layout.page_size);
     Ok(pages.min(wanted.max(1)))

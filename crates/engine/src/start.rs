@@ -20,7 +20,7 @@ use lockstep_comm::watch::Mark;
 use lockstep_core::shard::{self, HeadShard};
 use lockstep_core::{DType, ModelConfig, ParallelInfo};
 use lockstep_model::{
-    Decoder, DummyWeights, Loader, ModelError, ModelRules, Progress, ShardBytes, WeightSource, Workspace,
+    Decoder, DummyWeights, Loader, ModelError, ModelRules, Progress, WeightSource, Workspace,
 };
 use lockstep_scheduler::{CachePolicy, QueueOrder, Scheduler, SchedulerConfig, StepOrder};
 use lockstep_weights::ModelFiles;
@@ -82,11 +82,11 @@ pub fn prepare<B: Backend>(
         "loaded {} MiB of weights in {:.2} s; {} MiB were expected, and {} MiB is the most that was resident",
         loaded.weight_bytes >> 20,
         started.elapsed().as_secs_f64(),
-        loaded.expected_bytes >> 20,
+        loaded.expected.weight_bytes >> 20,
         resident_bytes_max() >> 20
     );
     let layout = kv_layout(&model, config.parallel, config.batching.page_size, loaded.backend.kv_dtype());
-    let committed = Committed { weight_bytes: loaded.weight_bytes, workspace_bytes: loaded.workspace_bytes };
+    let committed = Committed { weight_bytes: loaded.weight_bytes, ..loaded.expected };
     let local_pages = memory::local_pages(config, layout, committed, context_wanted)?;
     let (num_pages, warning) =
         memory::agree_on_pages(&mut *groups.replica, local_pages, config.allow_imbalance, Patience::Idle)?;
@@ -131,9 +131,8 @@ fn open_source(config: &RankConfig) -> Result<Box<dyn WeightSource>> {
     if config.parallel.is_primary() {
         tracing::info!("weights are {}", files.source_label());
         files.conversions().iter().for_each(|line| tracing::info!("{line}"));
-        if !files.unread_keys().is_empty() {
-            let keys = files.unread_keys().join(", ");
-            tracing::warn!("config.json has keys that this version does not know and does not read: {keys}");
+        if let Some(report) = files.unread_keys_report() {
+            tracing::warn!("{report}");
         }
     }
     Ok(Box::new(files))
@@ -146,8 +145,7 @@ struct Loaded<B: Backend> {
     work: Workspace<B>,
     weight_bytes: usize,
     /// What the shard rules said before loading.
-    expected_bytes: usize,
-    workspace_bytes: usize,
+    expected: Committed,
 }
 
 fn load<B: Backend>(
@@ -161,20 +159,18 @@ fn load<B: Backend>(
     let limits = scheduler_config(config, 1, context_max);
     let (tokens_max, rows_max) = (limits.step_tokens_max(), limits.step_rows_max());
     shard::check_tp_size(model, parallel.tp_size as i64).map_err(ModelError::from)?;
-    let workspace_bytes = Workspace::<B>::bytes(model, parallel, tokens_max, rows_max);
-    let dtype_of = |tensor: &str| source.dtype_of(tensor).map(|own| config.dtype.unwrap_or(own));
-    let expected_bytes = ShardBytes::of(&ModelRules::new(model), parallel, dtype_of).total();
-    memory::check_before_loading(config, Committed { weight_bytes: expected_bytes, workspace_bytes })?;
+    let expected = Committed::expected::<B>(source, parallel, config.dtype, (tokens_max, rows_max));
+    memory::check_before_loading(&memory::allowance(config, &parallel.label()), expected)?;
     let loader = Loader::new(source, &backend, parallel, config.dtype, on_progress);
     let decoder = Decoder::load(&loader, context_max)?;
     let weight_bytes = loader.packed_bytes() as usize;
     if parallel.is_primary()
-        && let Some(report) = loader.unused_report()
+        && let Some(report) = ModelRules::new(model).unused_report(source)
     {
         tracing::warn!("{report}");
     }
     let work = Workspace::new(&backend, model, parallel, tokens_max, rows_max)?;
-    Ok(Loaded { decoder, work, weight_bytes, expected_bytes, workspace_bytes, backend })
+    Ok(Loaded { decoder, work, weight_bytes, expected, backend })
 }
 
 impl<B: Backend> Loaded<B> {

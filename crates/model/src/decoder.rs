@@ -125,12 +125,13 @@ impl<B: Backend> Decoder<B> {
     /// Loads this rank's shard. `positions_max` bounds the rope tables; longrope chooses its
     /// frequencies by it, so it must be the same on all ranks.
     ///
-    /// The tp size is checked before any weight is read; at the end, that every parameter was
-    /// filled.
+    /// The tp size and the headers of all tensors are checked before any weight is read; at the end, that every
+    /// parameter was filled.
     pub fn load(loader: &Loader<'_, B>, positions_max: usize) -> Result<Self> {
         let config = loader.config();
         shard::check_tp_size(config, loader.parallel().tp_size as i64)?;
         let rules = ModelRules::new(config);
+        loader.check_headers(&rules)?;
         let parts = config.num_layers + 2;
         let embedding = VocabParallel::load(loader, &rules.embedding)?;
         loader.report(1, parts);

@@ -3,10 +3,10 @@
 //! Rows arrive in bands of about a MiB, read and packed on all threads of the rank's backend, so that
 //! a rank needs little memory beyond its shard, and only the rank's own rows and columns are read.
 //! **Invariant:** every parameter is filled exactly once: asking for one twice is an error at once,
-//! one that nobody asked for is an error at the end ([`Loader::check_complete`]). What the files hold beside that is reported once.
+//! one that nobody asked for is an error at the end ([`Loader::check_complete`]).
 
 use crate::bands::{BandReader, Slice};
-use crate::rules::ModelRules;
+use crate::rules::{ModelRules, check_rule};
 use crate::source::WeightSource;
 use crate::{ModelError, Result};
 use lockstep_backend::{Backend, LinearSpec};
@@ -73,15 +73,14 @@ impl<'a, B: Backend> Loader<'a, B> {
         (self.progress)(done, total);
     }
 
+    /// Fails unless the checkpoint has every tensor of `rules` as they state it; reads headers only.
+    pub fn check_headers(&self, rules: &ModelRules) -> Result<()> {
+        rules.check(self.source)
+    }
+
     /// Bytes of packed weights so far.
     pub fn packed_bytes(&self) -> u64 {
         self.state.borrow().packed_bytes
-    }
-
-    /// One sentence about tensors of the file that no layer asked for.
-    pub fn unused_report(&self) -> Option<String> {
-        let state = self.state.borrow();
-        self.source.unused_report(&state.filled.iter().map(|(tensor, _)| tensor.clone()).collect())
     }
 
     /// Fails unless every parameter of `rules` was filled.
@@ -108,8 +107,8 @@ impl<'a, B: Backend> Loader<'a, B> {
     pub fn vector(&self, rule: &WeightRule) -> Result<B::Vector> {
         let offset = rule.group == Group::Norms && self.config().norm_offset;
         let mut values = Vec::new();
+        check_rule(rule, self.source)?;
         for piece in &rule.pieces {
-            self.source.expect_shape(&piece.tensor, &rule.stored_shape(piece))?;
             values.extend(self.source.read_vector(&piece.tensor, piece.local_rows(self.parallel))?);
             self.note_filled(piece)?;
         }
@@ -153,8 +152,8 @@ impl<'a, B: Backend> Loader<'a, B> {
             rule.local_matrix(self.parallel).expect("invariant: layers ask for matrices by matrix rules");
         let dtype = self.dtype.unwrap_or_else(|| rule.dtype(|tensor| self.source.dtype_of(tensor)));
         let mut first_row = 0;
+        check_rule(rule, self.source)?;
         for piece in &rule.pieces {
-            self.source.expect_shape(&piece.tensor, &rule.stored_shape(piece))?;
             self.note_filled(piece)?;
             let (rows, columns) = (piece.local_rows(self.parallel), columns.clone());
             let next_row = first_row + rows.len();

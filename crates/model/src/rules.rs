@@ -1,13 +1,16 @@
 //! Every weight of a model and how it is cut: the layers' rules put together.
 //!
 //! **Invariant:** this is the only list. [`Decoder::load`](crate::Decoder::load) loads from it, the
-//! loader checks that all of it was filled once, [`ShardBytes`](crate::ShardBytes) adds it up, dummy
+//! every command holds a checkpoint's headers against it before anything is read ([`ModelRules::check`]), the loader
+//! checks that all of it was filled once, [`ShardBytes`](crate::ShardBytes) adds it up, dummy
 //! weights follow it, and a test holds the table of `docs/sharding.md` against it.
 
+use crate::Result;
 use crate::families;
 use crate::layers::attention::AttentionRules;
 use crate::layers::feed_forward::FeedForwardRules;
 use crate::layers::{norm, vocab};
+use crate::source::WeightSource;
 use lockstep_core::ModelConfig;
 use lockstep_core::shard::WeightRule;
 
@@ -58,6 +61,23 @@ impl ModelRules {
         let layers = self.layers.iter().flat_map(LayerRules::iter);
         std::iter::once(&self.embedding).chain(layers).chain([&self.final_norm]).chain(&self.head)
     }
+
+    /// Fails unless `source` has every tensor of these rules, in a type that can be read and the shape they state; the
+    /// error names the first that it has not. Reads headers only.
+    pub fn check(&self, source: &dyn WeightSource) -> Result<()> {
+        self.iter().try_for_each(|rule| check_rule(rule, source))
+    }
+
+    /// One sentence about what `source` holds beside the tensors of these rules; `None` when there is nothing.
+    pub fn unused_report(&self, source: &dyn WeightSource) -> Option<String> {
+        let pieces = self.iter().flat_map(|rule| &rule.pieces);
+        source.unused_report(&pieces.map(|piece| piece.tensor.clone()).collect())
+    }
+}
+
+/// Fails unless `source` has the tensors of one rule, as [`ModelRules::check`] does for all.
+pub(crate) fn check_rule(rule: &WeightRule, source: &dyn WeightSource) -> Result<()> {
+    rule.pieces.iter().try_for_each(|piece| source.expect_shape(&piece.tensor, &rule.stored_shape(piece)))
 }
 
 impl LayerRules {

@@ -14,7 +14,7 @@ pub trait WeightSource: Sync {
     fn config(&self) -> &ModelConfig;
     /// Element type that [`read_rows`](Self::read_rows) gives; `None` for a tensor that cannot be read.
     fn dtype_of(&self, tensor: &str) -> Option<DType>;
-    /// Fails unless the tensor is there and has exactly this shape; the error names it.
+    /// Fails unless the tensor is there, can be read and has exactly this shape; the error names it. Reads headers only.
     fn expect_shape(&self, tensor: &str, shape: &[usize]) -> Result<()>;
     /// Puts `rows` x `cols` of a matrix into `out`, row-major, little-endian, and gives their type.
     fn read_rows(

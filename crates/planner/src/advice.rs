@@ -92,7 +92,7 @@ fn why_not_enough(plan: &Plan, choice: &Choice) -> Option<String> {
             "tp {tp} does not load: weights {}, activations {} and buffers {} leave nothing of {} for KV.",
             size(memory.weight_bytes),
             size(memory.activation_bytes),
-            size(memory.fixed_bytes),
+            size(memory.buffer_bytes()),
             size(memory.budget_bytes)
         ));
     }
@@ -135,7 +135,7 @@ fn compare(plan: &Plan, from: &Choice, to: &Choice) -> Option<String> {
          and {} of buffers do not shrink; a decode step takes {:.2} instead of {:.2} ms ({time_share:.0} %), of which {:.2} ms are \
          {} all-reduces and {:.2} ms launches{shared}.",
         size(after.replicated_bytes),
-        size(after.fixed_bytes),
+        size(after.buffer_bytes()),
         fast.decode_one_ms,
         slow.decode_one_ms,
         fast.decode_one_collectives_ms,

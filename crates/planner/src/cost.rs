@@ -1,4 +1,4 @@
-//! What a step moves, computes and sends, and the time that takes at least.
+//! What a step moves, computes and sends, and the time that takes.
 //!
 //! Time = max(bytes / bandwidth, operations / rate) + layers x overhead + collectives. A decode step reads every
 //! weight once (of an untied embedding only some rows, of the experts those that some token chose) and the KV of every
@@ -188,9 +188,7 @@ impl<'a> Sizes<'a> {
             return 0.0;
         }
         let config = self.facts.config;
-        let one = |bytes: f64| {
-            self.device.all_reduce_latency_us / 1e3 + bytes / (self.device.all_reduce_gbs * 1e9) * 1e3
-        };
+        let one = |bytes: f64| self.device.sum_us(bytes, self.p.tp_size) / 1e3;
         let sum = one((tokens * config.hidden_size * self.device.kind.activation_bytes()) as f64);
         let vocab = VocabShard::new(config.vocab_size, self.p.tp_rank, self.p.tp_size).padded.len();
         (2 * config.num_layers + 1) as f64 * sum + one((rows * vocab) as f64 * LOGIT_BYTES)

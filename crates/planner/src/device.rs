@@ -39,18 +39,42 @@ pub struct Device {
     pub tflops: f64,
     /// Time a layer takes beside its bytes and operations: launches, small kernels, barriers.
     pub layer_overhead_us: f64,
-    /// A small all-reduce.
-    pub all_reduce_latency_us: f64,
-    /// Bytes of a large all-reduce over its time.
-    pub all_reduce_gbs: f64,
-    /// Memory of each rank that holds neither weights, activations nor KV: driver context, library
-    /// workspaces, captured graphs, communication buffers.
-    pub fixed_gib: f64,
+    /// What a sum over two ranks takes: (bytes, microseconds), ascending by bytes.
+    pub all_reduce_us: Vec<(f64, f64)>,
+    /// Memory of each rank for the driver's context and code.
+    pub driver_gib: f64,
+    /// For the workspaces of matrix products.
+    pub workspace_gib: f64,
+    /// For decode steps that are recorded once and replayed.
+    pub graphs_gib: f64,
+    /// For what ranks send each other; a rank alone has none.
+    pub communication_gib: f64,
     /// Where the numbers are from.
     pub source: String,
 }
 
 impl Device {
+    /// Microseconds that `ranks` ranks take to sum `bytes`: between the sizes of the table along a line, beyond them at
+    /// the rate of the last. What depends on the size grows with 2 (n - 1) / n, the bytes that a rank moves in a ring
+    /// of n (Thakur, Rabenseifner, Gropp 2005).
+    pub fn sum_us(&self, bytes: f64, ranks: usize) -> f64 {
+        let n = ranks as f64;
+        let latency = self.all_reduce_us[0].1;
+        latency + (self.sum_of_two_us(bytes) - latency) * 2.0 * (n - 1.0) / n
+    }
+
+    fn sum_of_two_us(&self, bytes: f64) -> f64 {
+        let known = &self.all_reduce_us;
+        match known.iter().position(|&(size, _)| bytes <= size) {
+            Some(0) => known[0].1,
+            Some(next) => {
+                let ((small, fast), (large, slow)) = (known[next - 1], known[next]);
+                fast + (slow - fast) * (bytes - small) / (large - small)
+            }
+            None => known.last().map_or(0.0, |&(size, us)| us * bytes / size),
+        }
+    }
+
     /// Bytes that one of `tp_size` ranks may use.
     pub fn rank_budget_bytes(&self, ratio: f64, tp_size: usize) -> u64 {
         let sharers = match self.kind {
@@ -58,6 +82,38 @@ impl Device {
             DeviceKind::Cpu => tp_size as f64,
         };
         (self.memory_gib * ratio / sharers * GIB) as u64
+    }
+
+    /// What is wrong with the numbers, if anything is.
+    fn check(&self) -> Result<(), String> {
+        let is_rate = |rate: &f64| rate.is_finite() && *rate > 0.0;
+        if ![self.memory_gib, self.bandwidth_gbs, self.tflops].iter().all(is_rate) {
+            return Err("has a rate that is not above 0".into());
+        }
+        if self.memory_gib > MEMORY_GIB_MAX {
+            return Err(format!(
+                "has {} GiB of memory, above the limit of {MEMORY_GIB_MAX}",
+                self.memory_gib
+            ));
+        }
+        let rest = [
+            self.layer_overhead_us,
+            self.driver_gib,
+            self.workspace_gib,
+            self.graphs_gib,
+            self.communication_gib,
+        ];
+        if !rest.iter().all(|value| value.is_finite() && *value >= 0.0) {
+            return Err("has an overhead or a memory below 0".into());
+        }
+        let sums = &self.all_reduce_us;
+        let ascend = sums.windows(2).all(|pair| pair[0].0 < pair[1].0);
+        match !sums.is_empty() && ascend && sums.iter().all(|(bytes, us)| is_rate(bytes) && is_rate(us)) {
+            true => Ok(()),
+            false => {
+                Err("needs all_reduce_us: pairs of bytes and microseconds above 0, ascending by bytes".into())
+            }
+        }
     }
 
     /// The share of bandwidth and arithmetic that one of `tp_size` ranks has.
@@ -68,6 +124,9 @@ impl Device {
         }
     }
 }
+
+/// Most memory that a device may claim, in GiB: a thousand times the largest machine's.
+const MEMORY_GIB_MAX: f64 = (1_u64 << 24) as f64;
 
 /// Bytes in a GiB.
 pub const GIB: f64 = (1_u64 << 30) as f64;
@@ -87,10 +146,7 @@ impl DeviceTable {
         let devices: Vec<Device> = serde_json::from_str(text)
             .map_err(|e| PlanError::Table(format!("not a list of devices: {e}")))?;
         for device in &devices {
-            let rates = [device.memory_gib, device.bandwidth_gbs, device.tflops, device.all_reduce_gbs];
-            if !rates.iter().all(|rate| rate.is_finite() && *rate > 0.0) {
-                return Err(PlanError::Table(format!("{} has a rate that is not above 0", device.name)));
-            }
+            device.check().map_err(|what| PlanError::Table(format!("{} {what}", device.name)))?;
         }
         Ok(Self(devices))
     }
@@ -121,7 +177,10 @@ impl DeviceTable {
         };
         if let Some(size) = memory {
             let number = size.strip_suffix(['g', 'G']).unwrap_or(size).parse::<f64>().ok();
-            let Some(gib) = number.filter(|gib| gib.is_finite() && *gib > 0.0) else { return Err(unknown()) };
+            let Some(gib) = number.filter(|gib| *gib > 0.0) else { return Err(unknown()) };
+            if gib > MEMORY_GIB_MAX {
+                return Err(PlanError::TooMuchMemory { got: name.to_owned(), max: MEMORY_GIB_MAX });
+            }
             device.memory_gib = gib;
             device.name = name.to_owned();
         }
@@ -139,10 +198,29 @@ mod tests {
         assert_eq!(table.find("h200").unwrap().kind, DeviceKind::Gpu);
         let cpu = table.find("cpu:24g").unwrap();
         assert_eq!((cpu.memory_gib, cpu.rank_budget_bytes(0.5, 2)), (24.0, 6 << 30));
-        for wrong in ["h20", "cpu:x", "cpu:0", "cpu:-1g", ""] {
+        for wrong in ["h20", "cpu:x", "cpu:0", "cpu:-1g", "cpu:nan", ""] {
             let message = table.find(wrong).unwrap_err().to_string();
             assert!(message.contains("h200, h100-80g"), "{message}");
         }
+        for wrong in ["cpu:1e30g", "cpu:inf"] {
+            let message = table.find(wrong).unwrap_err().to_string();
+            assert!(message.contains(wrong) && message.contains("at most 16777216"), "{message}");
+        }
+    }
+
+    /// Two H200s as measured, what lies between, and what more ranks send.
+    #[test]
+    fn sums_take_what_was_measured() {
+        let h200 = DeviceTable::built_in().find("h200").unwrap();
+        for (bytes, us) in
+            [(1.0, 3.1), (8192.0, 3.1), (65_536.0, 3.4), (2_097_152.0, 9.3), (67_108_864.0, 249.0)]
+        {
+            assert!((h200.sum_us(bytes, 2) - us).abs() < 1e-9, "{bytes}: {}", h200.sum_us(bytes, 2));
+        }
+        assert!((h200.sum_us((8192.0 + 65_536.0) / 2.0, 2) - 3.25).abs() < 1e-9);
+        assert!((h200.sum_us(2.0 * 67_108_864.0, 2) - 498.0).abs() < 1e-9);
+        // 3.1 + (9.3 - 3.1) * 2 * 3 / 4.
+        assert!((h200.sum_us(2_097_152.0, 4) - 12.4).abs() < 1e-9);
     }
 
     #[test]
@@ -161,6 +239,15 @@ mod tests {
         assert!(DeviceTable::parse("{}").is_err());
         let text = include_str!("../devices.json").replacen("\"tflops\": 720", "\"tflops\": 0", 1);
         assert!(DeviceTable::parse(&text).unwrap_err().to_string().contains("h200"));
+        for (from, to, words) in [
+            ("[[8192, 3.1]", "[[999999, 3.1]", "ascending by bytes"),
+            ("\"graphs_gib\": 0.4", "\"graphs_gib\": -1", "below 0"),
+            ("\"memory_gib\": 139.8", "\"memory_gib\": 1e30", "above the limit"),
+        ] {
+            let text = include_str!("../devices.json").replacen(from, to, 1);
+            let message = DeviceTable::parse(&text).unwrap_err().to_string();
+            assert!(message.contains("h200") && message.contains(words), "{message}");
+        }
         let text = include_str!("../devices.json").replacen("tflops", "teraflops", 1);
         assert!(DeviceTable::parse(&text).unwrap_err().to_string().contains("teraflops"));
     }

@@ -4,12 +4,12 @@
 //! |---|---|
 //! | [`device`] | what a device can do: the editable table `devices.json`, `cpu:24g`, this machine |
 //! | [`memory`] | what each rank will hold, from the shard rules that the loader follows |
-//! | [`cost`] | bytes, operations and messages of a step, and the time they take at least |
+//! | [`cost`] | bytes, operations and messages of a step, and the time they take |
 //! | [`advice`] | what follows from the numbers, in words |
 //! | [`table`] | the report as text |
 //!
 //! **Invariants:** no weight is read; memory comes from the same [`WeightRule`](lockstep_core::shard::WeightRule)s
-//! that are loaded, so that plan and server cannot disagree; times are lower bounds with a named source, not promises.
+//! that are loaded, so that plan and server cannot disagree; times are estimates from rates with a named source, not promises.
 //! The roofline model follows Williams, Waterman, Patterson (2009).
 
 pub mod advice;
@@ -38,6 +38,14 @@ pub enum PlanError {
         /// Names in the table.
         known: String,
     },
+    /// More memory than any machine has.
+    #[error("--device {got} asks for more memory than there is anywhere; give at most {max} GiB")]
+    TooMuchMemory {
+        /// As typed.
+        got: String,
+        /// The limit in GiB.
+        max: f64,
+    },
     /// A device table of the user's that cannot be read.
     #[error("device table: {0}")]
     Table(String),
@@ -59,6 +67,8 @@ pub struct Facts<'a> {
     pub dtype_of: &'a dyn Fn(&str) -> Option<DType>,
     /// Where that is from, for the report.
     pub source: String,
+    /// What the files hold that is not read: a sentence each.
+    pub notes: Vec<String>,
 }
 
 /// The load to plan for, and the flags of `serve` that matter.
@@ -107,6 +117,8 @@ pub struct Plan {
     pub model: String,
     /// Where the element types are from.
     pub source: String,
+    /// What the files hold that is not read: a sentence each.
+    pub notes: Vec<String>,
     /// All parameters, biases and norms included.
     pub parameters: u64,
     /// The device of every rank.
@@ -146,6 +158,7 @@ pub fn plan(facts: &Facts<'_>, device: &Device, workload: Workload) -> Result<Pl
     let mut plan = Plan {
         model: describe(config, parameters),
         source: facts.source.clone(),
+        notes: facts.notes.clone(),
         parameters,
         device: device.clone(),
         workload,

@@ -20,8 +20,14 @@ pub struct RankMemory {
     pub replicated_bytes: u64,
     /// Activations of the largest step.
     pub activation_bytes: u64,
-    /// Driver context, library workspaces, captured graphs, communication buffers.
-    pub fixed_bytes: u64,
+    /// The driver's context and code.
+    pub driver_bytes: u64,
+    /// Workspaces of matrix products.
+    pub workspace_bytes: u64,
+    /// Recorded decode steps (CUDA graphs).
+    pub graph_bytes: u64,
+    /// What ranks send each other; 0 on one rank.
+    pub communication_bytes: u64,
     /// K and V of one token over all layers.
     pub kv_bytes_per_token: u64,
     /// KV pages that the rest of the budget holds.
@@ -53,23 +59,33 @@ impl RankMemory {
         let elements = 2 * config.num_layers * heads.kv_heads.len() * config.head_dim;
         let kv_bytes_per_token = (elements * device.kind.activation_bytes()) as u64;
         let budget_bytes = device.rank_budget_bytes(workload.memory_ratio, p.tp_size);
-        let fixed_bytes = (device.fixed_gib * GIB) as u64;
-        let weight_bytes = shard.total() as u64;
-        let left = budget_bytes.saturating_sub(weight_bytes + activation_bytes + fixed_bytes);
-        let page_size = workload.page_size as u64;
-        let pages = left / (kv_bytes_per_token * page_size);
-        Self {
+        let gib = |gib: f64| (gib * GIB) as u64;
+        let mut memory = Self {
             budget_bytes,
-            weight_bytes,
+            weight_bytes: shard.total() as u64,
             replicated_bytes: shard.replicated as u64,
             activation_bytes,
-            fixed_bytes,
+            driver_bytes: gib(device.driver_gib),
+            workspace_bytes: gib(device.workspace_gib),
+            graph_bytes: gib(device.graphs_gib),
+            communication_bytes: if p.tp_size > 1 { gib(device.communication_gib) } else { 0 },
             kv_bytes_per_token,
-            pages,
+            pages: 0,
             kv_replicas: heads.kv_replicas,
-            context_max: (pages * page_size).min(config.max_position as u64),
-            concurrency_max: pages / (workload.context as u64).div_ceil(page_size),
-        }
+            context_max: 0,
+            concurrency_max: 0,
+        };
+        let page_size = workload.page_size as u64;
+        memory.pages =
+            budget_bytes.saturating_sub(memory.committed_bytes()) / (kv_bytes_per_token * page_size);
+        memory.context_max = (memory.pages * page_size).min(config.max_position as u64);
+        memory.concurrency_max = memory.pages / (workload.context as u64).div_ceil(page_size);
+        memory
+    }
+
+    /// What does not shrink with more ranks.
+    pub fn buffer_bytes(&self) -> u64 {
+        self.driver_bytes + self.workspace_bytes + self.graph_bytes + self.communication_bytes
     }
 
     /// Whether weights and buffers fit and leave room for a request of two tokens.
@@ -84,6 +100,6 @@ impl RankMemory {
 
     /// Everything but KV.
     pub fn committed_bytes(&self) -> u64 {
-        self.weight_bytes + self.activation_bytes + self.fixed_bytes
+        self.weight_bytes + self.activation_bytes + self.buffer_bytes()
     }
 }

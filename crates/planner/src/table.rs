@@ -21,6 +21,7 @@ pub fn render(plan: &Plan) -> String {
     };
     line(plan.model.clone());
     line(format!("weights: {}", plan.source));
+    plan.notes.iter().for_each(|note| line(format!("note: {note}")));
     line(format!(
         "device: {} ({} GiB, {} GB/s, {} TFLOP/s); {}",
         plan.device.name,
@@ -66,7 +67,7 @@ pub fn render(plan: &Plan) -> String {
     for sentence in &plan.advice {
         line(format!("- {sentence}"));
     }
-    line("Times are lower bounds from the device's rates; `lockstep bench` measures.".into());
+    line("Times are estimates from the device's rates; `lockstep bench` measures.".into());
     out
 }
 
@@ -86,7 +87,10 @@ fn memory_rows() -> Vec<Row<RankMemory>> {
         row("weights GiB", |m: &RankMemory| gib(m.weight_bytes)),
         row("  of which on several ranks GiB", |m: &RankMemory| gib(m.replicated_bytes)),
         row("activations GiB", |m: &RankMemory| gib(m.activation_bytes)),
-        row("workspace, graphs, buffers GiB", |m: &RankMemory| gib(m.fixed_bytes)),
+        row("driver GiB", |m: &RankMemory| gib(m.driver_bytes)),
+        row("workspace GiB", |m: &RankMemory| gib(m.workspace_bytes)),
+        row("recorded steps (graphs) GiB", |m: &RankMemory| gib(m.graph_bytes)),
+        row("communication GiB", |m: &RankMemory| gib(m.communication_bytes)),
         row("KV KiB a token", |m: &RankMemory| format!("{:.1}", m.kv_bytes_per_token as f64 / 1024.0)),
         row("KV pages", |m: &RankMemory| m.pages.to_string()),
         row("largest context", |m: &RankMemory| m.context_max.to_string()),

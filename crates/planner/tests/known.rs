@@ -14,7 +14,8 @@ fn config(name: &str) -> ModelConfig {
 fn planned(name: &str, device: &str, context: usize, concurrency: usize) -> Plan {
     let config = config(name);
     let device = DeviceTable::built_in().find(device).unwrap();
-    let facts = Facts { config: &config, dtype_of: &|_| Some(DType::Bf16), source: "bf16".into() };
+    let facts =
+        Facts { config: &config, dtype_of: &|_| Some(DType::Bf16), source: "bf16".into(), notes: Vec::new() };
     let workload =
         Workload { context, concurrency, ..Workload::default_for(device.kind, config.max_position) };
     lockstep_planner::plan(&facts, &device, workload).unwrap()
@@ -77,7 +78,8 @@ fn doubling_tp_halves_neither_memory_nor_time() {
     for pair in plan.choices.windows(2).filter(|p| p[1].illegal.is_none() && p[0].illegal.is_none()) {
         let (a, b) = (pair[0].memory.unwrap(), pair[1].memory.unwrap());
         assert!(2 * b.committed_bytes() > a.committed_bytes());
-        assert!(b.replicated_bytes > 0 && b.fixed_bytes == a.fixed_bytes);
+        let own = |m: lockstep_planner::memory::RankMemory| m.buffer_bytes() - m.communication_bytes;
+        assert!(b.replicated_bytes > 0 && own(a) == own(b) && b.communication_bytes > 0);
         let (a, b) = (pair[0].cost.unwrap(), pair[1].cost.unwrap());
         assert!(2.0 * b.decode_one_ms > a.decode_one_ms, "{a:?} {b:?}");
         assert_eq!(b.all_reduces_per_step, 2 * 64 + 1);
@@ -87,18 +89,52 @@ fn doubling_tp_halves_neither_memory_nor_time() {
     assert!(words.contains("are on every rank") && words.contains("129 all-reduces"), "{words}");
 }
 
-/// The decode floor of Qwen3-8B at batch 1 by hand: all weights but the input embedding over the bandwidth,
+/// Decode steps of one request at 1,024 tokens, as measured on one and two H200s (docs/performance.md).
+#[test]
+fn decode_times_are_near_those_measured() {
+    for (name, tp, measured_ms) in [
+        ("qwen3-8b", 1, 4.69),
+        ("qwen3-14b", 1, 8.62),
+        ("qwen3-32b", 1, 17.2),
+        ("qwen3-8b", 2, 2.96),
+        ("qwen3-14b", 2, 4.77),
+        ("qwen3-32b", 2, 9.76),
+    ] {
+        let plan = planned(name, "h200", 1024, 1);
+        let choice = plan.choices.iter().find(|c| c.tp_size == tp).unwrap();
+        let ratio = choice.cost.unwrap().decode_one_ms / measured_ms;
+        assert!((0.9..1.1).contains(&ratio), "{name} at tp {tp}: {ratio} of {measured_ms} ms");
+    }
+}
+
+/// Buffers are named one by one, and together with weights and activations are what is committed.
+#[test]
+fn what_is_no_kv_is_listed_by_kind() {
+    let plan = planned("qwen3-8b", "h200", 8192, 32);
+    let (one, two) = (plan.choices[0].memory.unwrap(), plan.choices[1].memory.unwrap());
+    assert_eq!((one.communication_bytes, two.communication_bytes), (0, 1 << 29));
+    for memory in [one, two] {
+        let sum =
+            memory.driver_bytes + memory.workspace_bytes + memory.graph_bytes + memory.communication_bytes;
+        assert!(memory.workspace_bytes >= 32 << 20 && memory.graph_bytes > 0);
+        assert_eq!(memory.committed_bytes(), memory.weight_bytes + memory.activation_bytes + sum);
+    }
+    let text = lockstep_planner::table::render(&plan);
+    for row in ["driver GiB", "workspace GiB", "recorded steps (graphs) GiB", "communication GiB"] {
+        assert!(text.lines().any(|line| line.starts_with(row)), "{row}\n{text}");
+    }
+}
+
+/// The decode time of Qwen3-8B at batch 1 by hand: all weights but the input embedding over the bandwidth,
 /// the KV of 1,024 tokens, 36 layers of launches.
 #[test]
 fn decode_time_of_qwen3_8b_by_hand() {
     let plan = planned("qwen3-8b", "h200", 1024, 1);
     let bytes = 2.0 * (8_190_735_360.0 - 151_936.0 * 4096.0) + 2.0 * 2.0 * (36.0 * 8448.0 + 4096.0) / 2.0;
     let kv = 1024.0 * 147_456.0;
-    let by_hand = (bytes + kv) / 4300e9 * 1e3 + 36.0 * 12.0 / 1e3;
+    let by_hand = (bytes + kv) / 4200e9 * 1e3 + 36.0 * 28.0 / 1e3;
     let cost = plan.choices[0].cost.unwrap();
     assert!((cost.decode_one_ms - by_hand).abs() < 0.002 * by_hand, "{} {by_hand}", cost.decode_one_ms);
-    // Measured on that card with the best kernels: 4.1 ms (mini-SGLang 5.3).
-    assert!((3.7..4.3).contains(&cost.decode_one_ms));
 }
 
 #[test]
@@ -107,7 +143,7 @@ fn experts_are_read_as_they_are_chosen() {
         |requests| planned("qwen3-30b-a3b", "h200", 1024, requests).choices[0].cost.unwrap().decode_all_ms;
     // One token reads 8 of 128 experts: far below the 57 GiB; 256 tokens read nearly all.
     let all_ms = 2.0 * 30_532_122_624.0 / 4300e9 * 1e3;
-    assert!(of(1) < 0.2 * all_ms, "{}", of(1));
+    assert!(of(1) < 0.25 * all_ms, "{}", of(1));
     assert!(of(256) > all_ms, "{}", of(256));
     let plan = planned("qwen3-30b-a3b", "h200", 8192, 32);
     let eight = plan.choices.iter().find(|c| c.tp_size == 8).unwrap();
@@ -127,7 +163,8 @@ fn a_model_that_fits_nowhere_and_one_that_cannot_be_cut() {
     let mut config = config("qwen3-8b");
     (config.num_heads, config.num_kv_heads) = (6, 2);
     let device = DeviceTable::built_in().find("h200").unwrap();
-    let facts = Facts { config: &config, dtype_of: &|_| Some(DType::Bf16), source: String::new() };
+    let facts =
+        Facts { config: &config, dtype_of: &|_| Some(DType::Bf16), source: String::new(), notes: Vec::new() };
     let plan = lockstep_planner::plan(&facts, &device, Workload::default_for(device.kind, 40960)).unwrap();
     assert_eq!(legal(&plan), [1, 2, 6]);
     let four = plan.choices.iter().find(|c| c.tp_size == 4).unwrap();

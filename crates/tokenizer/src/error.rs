@@ -11,23 +11,16 @@ pub enum TokenizerError {
         /// The file that was looked for.
         path: PathBuf,
     },
-    /// A file of the model cannot be read.
-    #[error("{path} cannot be read: {source}; check that it is a readable file", path = .path.display())]
+    /// A file of the model that cannot be read, is too large, or is something else.
+    #[error(transparent)]
+    File(#[from] lockstep_core::FileError),
+    /// A folder of the model cannot be listed.
+    #[error("{path} cannot be listed: {source}; check its permissions", path = .path.display())]
     Read {
-        /// The file.
+        /// The folder.
         path: PathBuf,
         /// What the system said.
         source: std::io::Error,
-    },
-    /// A file is larger than any real one.
-    #[error("{path} has {got} bytes, at most {limit} are read; check that it is the right file", path = .path.display())]
-    TooLarge {
-        /// The file.
-        path: PathBuf,
-        /// Its size in bytes.
-        got: u64,
-        /// The limit in bytes.
-        limit: u64,
     },
     /// A file is cut off, or not what its name says.
     #[error("{path} cannot be understood: {reason}; fetch the file again, it may have been cut off", path = .path.display())]

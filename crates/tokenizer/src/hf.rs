@@ -7,11 +7,12 @@
 
 use crate::chat::TemplateSources;
 use crate::error::TokenizerError;
+use lockstep_core::files;
 use lockstep_core::limits::MODEL_JSON_BYTES_MAX;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use tokenizers::{AddedToken, Tokenizer};
 
 /// The names that templates know special tokens by.
@@ -177,14 +178,9 @@ fn read_text(path: &Path) -> Result<Option<String>, TokenizerError> {
 
 /// The bytes of a file of bounded size; `None` when it does not exist.
 fn read_limited(path: &Path) -> Result<Option<Vec<u8>>, TokenizerError> {
-    let read_error = |source| TokenizerError::Read { path: PathBuf::from(path), source };
-    let size = match std::fs::metadata(path) {
-        Ok(metadata) => metadata.len(),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(read_error(error)),
-    };
-    if size > MODEL_JSON_BYTES_MAX {
-        return Err(TokenizerError::TooLarge { path: path.into(), got: size, limit: MODEL_JSON_BYTES_MAX });
+    match files::read(path, MODEL_JSON_BYTES_MAX) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.is_missing() => Ok(None),
+        Err(error) => Err(error.into()),
     }
-    std::fs::read(path).map(Some).map_err(read_error)
 }

@@ -1,7 +1,7 @@
 //! Two runs side by side.
 
 use crate::Result;
-use crate::forward::{Layers, Logits};
+use crate::forward::{Layers, Logits, Unsound, no_number, part};
 use crate::place::{Bound, Promise};
 use lockstep_core::TokenId;
 use serde::Serialize;
@@ -180,15 +180,28 @@ pub fn logits(what: &str, promise: Promise, reference: &Logits, other: &Result<L
             if a.len() != b.len() {
                 return failed(format!("a vocabulary of {} tokens against one of {}", b.len(), a.len()));
             }
-            if let Some(id) = b.iter().position(|logit| !logit.is_finite()) {
-                let place = format!("prompt {prompt}, position {position}");
-                return failed(format!("{place}: the logit of token {id} is not a number"));
+            for (row, whose) in [(b, ""), (a, " of the reference")] {
+                if let Some(id) = no_number(row) {
+                    let place = format!("prompt {prompt}, position {position}");
+                    return failed(format!("{place}: the logit of token {id}{whose} is {}", row[id]));
+                }
             }
             found.add_position(&mut sums, prompt, *position, (a, b));
         }
     }
     found.conclude(&sums);
     found
+}
+
+/// The finding that some value of a run at `place` is no number; `None` when all are.
+pub fn soundness(place: &str, found: &Result<Option<Unsound>>) -> Option<Comparison> {
+    let error = match found {
+        Ok(None) => return None,
+        Ok(Some(first)) => first.words(),
+        Err(error) => error.to_string(),
+    };
+    let what = format!("{place}, every value a number");
+    Some(Comparison::failed(&what, Compared::Logits, Promise::BitEqual, error))
 }
 
 fn largest(logits: &Logits) -> f64 {
@@ -235,26 +248,28 @@ pub fn texts(
     found
 }
 
-/// The first residual stream that differs more than was promised, in words. NaN where values should be is a
-/// difference.
+/// The first residual stream that differs more than was promised, in words. What is no number differs from everything.
 pub fn first_layer(place: &str, promise: Promise, left: &Layers, right: &Layers) -> String {
     let depth = left.first().map_or(0, Vec::len);
     for layer in 0..depth {
         for (prompt, (a, b)) in left.iter().zip(right).enumerate() {
             let (a, b) = (&a[layer], &b[layer]);
             let largest = a.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
+            let part = part(layer);
+            for (stream, whose) in [(b, place), (a, "the reference")] {
+                if let Some(at) = no_number(stream) {
+                    let value = stream[at];
+                    return format!(
+                        "{whose} has {value} first after {part}: prompt {prompt}, element {at} of the residual stream"
+                    );
+                }
+            }
             let error = a.iter().zip(b).fold(0.0_f32, |max, (x, y)| max.max((x - y).abs()));
             let differs = match promise {
                 Promise::BitEqual => a.iter().zip(b).any(|(x, y)| x.to_bits() != y.to_bits()),
-                Promise::Close(bound) => {
-                    b.iter().any(|x| !x.is_finite()) || f64::from(error) > bound.share * f64::from(largest)
-                }
+                Promise::Close(bound) => f64::from(error) > bound.share * f64::from(largest),
             };
             if differs {
-                let part = match layer {
-                    0 => "the embedding".to_owned(),
-                    _ => format!("layer {}", layer - 1),
-                };
                 let at = a.iter().zip(b).position(|(x, y)| x.to_bits() != y.to_bits()).unwrap_or(0);
                 return format!(
                     "{place} first differs after {part}: prompt {prompt}, element {at} of the residual stream, by up to \
@@ -305,7 +320,31 @@ mod tests {
         assert!(found.within == 2 && found.rms_bound.is_some_and(|bound| found.rms_error > bound));
         assert!(!found.passed);
         let nan = changed(|l| l[0][0].1[2] = f32::NAN);
-        assert!(of(1.0, &nan).error.is_some_and(|e| e.contains("token 2 is not a number")));
+        assert!(of(1.0, &nan).error.is_some_and(|e| e.contains("token 2 is NaN")));
+        // The same bits, and still nothing that may be called equal.
+        let unsound = nan.as_ref().unwrap();
+        for promise in [Promise::BitEqual, close(1.0, 0.5)] {
+            let found = logits("", promise, unsound, &nan);
+            assert!(!found.passed && found.error.is_some_and(|e| e.contains("token 2")));
+            let found = logits("", promise, unsound, &changed(|_| ()));
+            assert!(found.error.is_some_and(|e| e.contains("token 2 of the reference is NaN")));
+        }
+    }
+
+    #[test]
+    fn values_that_are_no_numbers_are_a_finding_of_their_own() {
+        assert_eq!(soundness("cpu tp 1", &Ok(None)), None);
+        let of = |layer| {
+            let first = Unsound { layer, prompt: 0, position: 1, element: 7, value: f32::INFINITY };
+            soundness("cpu tp 1", &Ok(Some(first))).unwrap()
+        };
+        let found = of(Some(2));
+        assert!(!found.passed && found.what == "cpu tp 1, every value a number");
+        let words = "inf first after layer 1: prompt 0, position 1, element 7 of the residual stream";
+        assert_eq!(found.error.unwrap(), words);
+        assert!(of(Some(0)).error.unwrap().starts_with("inf first after the embedding"));
+        assert!(of(None).error.unwrap().ends_with("the head: prompt 0, position 1, the logit of token 7"));
+        assert!(!soundness("", &Err(crate::VerifyError::Ended)).unwrap().passed);
     }
 
     #[test]
@@ -335,6 +374,13 @@ mod tests {
         assert!(first_layer("cuda", close(0.01, 1.0), &layers, &other).contains("after layer 1"));
         assert!(first_layer("cuda", close(0.1, 1.0), &layers, &other).contains("no residual stream differs"));
         other[0][0][0] = f32::NAN;
-        assert!(first_layer("cuda", close(0.1, 1.0), &layers, &other).contains("after the embedding"));
+        for (left, right, whose) in
+            [(&layers, &other, "cuda"), (&other, &layers, "the reference"), (&other, &other, "cuda")]
+        {
+            for promise in [Promise::BitEqual, close(0.1, 1.0)] {
+                let words = first_layer("cuda", promise, left, right);
+                assert!(words.starts_with(&format!("{whose} has NaN first after the embedding")), "{words}");
+            }
+        }
     }
 }

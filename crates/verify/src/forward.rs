@@ -9,6 +9,9 @@ use lockstep_core::{ParallelInfo, TokenId};
 use lockstep_model::{Observer, Workspace};
 use std::sync::Arc;
 
+/// Most positions of a sequence whose logits are compared, besides those of its answer.
+pub const POSITIONS_MAX: usize = 48;
+
 /// How sequences come through the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Schedule {
@@ -55,6 +58,47 @@ pub type Logits = Vec<Vec<(usize, Vec<f32>)>>;
 /// The residual stream after the embedding and each layer: `[sequence][layer] = [tokens * hidden]`.
 pub type Layers = Vec<Vec<Vec<f32>>>;
 
+/// The first value of a run that is no number.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Unsound {
+    /// Residual streams before it: 0 for the embedding, then one more for each layer; `None`: it is a logit, and all
+    /// residual streams are numbers.
+    pub layer: Option<usize>,
+    /// Number of the prompt.
+    pub prompt: usize,
+    /// Position in it.
+    pub position: usize,
+    /// Element of the residual stream, or token whose logit it is.
+    pub element: usize,
+    /// NaN or infinite.
+    pub value: f32,
+}
+
+impl Unsound {
+    /// For people.
+    pub fn words(&self) -> String {
+        let Self { prompt, position, element, value, .. } = self;
+        let (part, what) = match self.layer {
+            Some(layer) => (part(layer), format!("element {element} of the residual stream")),
+            None => ("the final norm and the head".into(), format!("the logit of token {element}")),
+        };
+        format!("{value} first after {part}: prompt {prompt}, position {position}, {what}")
+    }
+}
+
+/// The first value that is NaN or infinite.
+pub fn no_number(values: &[f32]) -> Option<usize> {
+    values.iter().position(|value| !value.is_finite())
+}
+
+/// What made the residual stream number `layer`, for people.
+pub fn part(layer: usize) -> String {
+    match layer {
+        0 => "the embedding".into(),
+        _ => format!("layer {}", layer - 1),
+    }
+}
+
 /// One run.
 #[derive(Clone)]
 pub struct Forward {
@@ -97,6 +141,45 @@ impl Forward {
         }
         logits.iter_mut().for_each(|of_sequence| of_sequence.sort_by_key(|(position, _)| *position));
         Ok(logits)
+    }
+
+    /// Every sequence whole and alone; the first value that is no number, of all streams by layer and then of the logits.
+    /// Equal on all ranks. **Collective.**
+    pub fn unsound_on<B: Backend>(&self, rank: &mut Rank<B>) -> Result<Option<Unsound>> {
+        let mut memory = self.memory(rank)?;
+        let width = rank.config.hidden_size;
+        let (mut of_streams, mut of_logits) = (None::<Unsound>, None);
+        for prompt in 0..self.sequences.len() {
+            let count = self.sequences[prompt].len();
+            let mut failed = None;
+            let row = Row { sequence: prompt, start: 0, count };
+            let mut look = |layer: usize, backend: &mut B, stream: &B::Tensor| {
+                if of_streams.as_ref().is_some_and(|first| first.layer <= Some(layer)) {
+                    return;
+                }
+                match backend.read(stream, count) {
+                    Ok(values) => {
+                        let found = |at: usize| {
+                            let (position, element) = (at / width, at % width);
+                            Unsound { layer: Some(layer), prompt, position, element, value: values[at] }
+                        };
+                        of_streams = no_number(&values[..count * width]).map(found).or(of_streams.take());
+                    }
+                    Err(error) => failed = Some(error),
+                }
+            };
+            for (_, position, logits) in self.step(rank, &[row], &mut memory, &mut look)? {
+                let found = |element: usize| {
+                    let value = logits[element];
+                    Unsound { layer: None, prompt, position, element, value }
+                };
+                of_logits = of_logits.or(no_number(&logits).map(found));
+            }
+            if let Some(error) = failed {
+                return Err(error.into());
+            }
+        }
+        Ok(of_streams.or(of_logits))
     }
 
     /// Every sequence whole and alone; the residual streams, equal on all ranks. **Collective.**

@@ -4,14 +4,16 @@
 //! A group loads once. Every run then starts from an empty KV pool and fresh activations, so that no run sees another.
 //! **Invariant:** all ranks get the same runs in the same order; the first that fails ends the group.
 
-use crate::forward::{Forward, Layers, Logits};
+use crate::forward::{Forward, Layers, Logits, Unsound};
 use crate::greedy::Greedy;
+use crate::memory::{self, RunSizes};
 use crate::place::{Device, Place};
 use crate::{Result, Subject, VerifyError, parallel};
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
 use lockstep_backend::{Backend, KvLayout};
 use lockstep_comm::NcclCollective;
 use lockstep_comm::collective::Collective;
+use lockstep_comm::group::Patience;
 use lockstep_comm::shm::{
     AbortHandle, AbortOnPanic, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions,
 };
@@ -40,6 +42,8 @@ pub struct Spec<'a> {
     pub gpus: &'a GpuPlan,
     /// Longest sequence of all runs: longrope chooses by it, so it is the same at every place.
     pub positions_max: usize,
+    /// What its runs will hold.
+    pub sizes: RunSizes,
 }
 
 /// What a run needs of memory.
@@ -61,6 +65,8 @@ pub trait Runs {
     fn logits(&mut self, forward: &Forward) -> Result<Logits>;
     /// Residual streams.
     fn layers(&mut self, forward: &Forward) -> Result<Layers>;
+    /// The first value that is no number.
+    fn unsound(&mut self, forward: &Forward) -> Result<Option<Unsound>>;
     /// Greedy texts.
     fn texts(&mut self, greedy: &Greedy) -> Result<Vec<Vec<TokenId>>>;
 }
@@ -126,6 +132,10 @@ impl<B: Backend> Runs for Rank<B> {
 
     fn layers(&mut self, forward: &Forward) -> Result<Layers> {
         forward.layers_on(self)
+    }
+
+    fn unsound(&mut self, forward: &Forward) -> Result<Option<Unsound>> {
+        forward.unsound_on(self)
     }
 
     fn texts(&mut self, greedy: &Greedy) -> Result<Vec<Vec<TokenId>>> {
@@ -235,7 +245,12 @@ fn load(spec: Spec<'_>, rank: usize, region: &Arc<SharedRegion>) -> Seat {
         Device::Cuda { dtype } => {
             let replica = Box::new(ShmGroup::new(Arc::clone(region), rank, options)?);
             let groups = Groups { replica, tensors: collective };
-            let Joined { backend, groups } = gpu::join(spec.gpus, dtype, PATIENCE, groups)?;
+            let Joined { backend, mut groups } = gpu::join(spec.gpus, dtype, PATIENCE, groups)?;
+            let free_bytes = backend.free_bytes()?;
+            // Nobody takes memory before all who share a GPU have asked how much is free.
+            groups.replica.barrier(Patience::Idle)?;
+            let (p, sharing) = (parallel(rank, tp), spec.gpus.sharing(rank, tp));
+            memory::check_gpu(spec.subject.source(p), p, dtype, spec.sizes, (free_bytes, sharing))?;
             loaded(spec, rank, Some(dtype), backend, groups.tensors)
         }
     }

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`subject`] | what is verified: where each rank's weights come from |
 //! | [`place`] | where a run takes place, and what two places owe each other: bits, or errors within a bound |
+//! | [`memory`] | whether that fits, before anything is loaded |
 //! | [`group`] | a rank group as threads, loaded once, over the shared memory that rank processes use |
 //! | [`forward`] | teacher-forced logits under different schedules, and the layers between |
 //! | [`greedy`] | greedy text through the server's own scheduler, runner and sampler |
@@ -13,12 +14,14 @@
 //!
 //! **Invariants:** every run goes through the code that serves (loader, decoder, collectives, scheduler, sampler);
 //! what is promised bit-equal in `docs/architecture.md`, "Numbers", is required bit-equal here; a run that fails is a
-//! finding, not a crash; one group is loaded at a time.
+//! finding, not a crash; a value that is no number is a finding wherever it is, and what rests on it is never equal to
+//! anything; one group is loaded at a time.
 
 pub mod compare;
 pub mod forward;
 pub mod greedy;
 pub mod group;
+pub mod memory;
 pub mod place;
 pub mod report;
 mod session;
@@ -94,15 +97,21 @@ pub struct Options {
     pub gpus: GpuPlan,
     /// Look for the first layer that differs.
     pub bisect: bool,
+    /// What runs on CPUs may take of this machine's memory.
+    pub memory_bytes: usize,
+    /// How that came about, for the error when it is too little.
+    pub memory_origin: String,
 }
 
 /// Everything that was found.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Report {
     /// One per pair of runs, in the order they ran.
     pub comparisons: Vec<Comparison>,
     /// Where runs part, with `bisect`.
     pub first_layers: Vec<String>,
+    /// What the model's files hold that is not read: a sentence each.
+    pub notes: Vec<String>,
 }
 
 impl Report {

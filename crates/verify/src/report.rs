@@ -1,4 +1,4 @@
-//! The findings as text: a line per comparison, then where runs part.
+//! The findings as text: notes on the files, a line per comparison, then where runs part.
 
 use crate::compare::Compared;
 use crate::{Comparison, Promise, Report};
@@ -7,9 +7,12 @@ use std::fmt::Write;
 /// The whole report.
 pub fn render(report: &Report) -> String {
     let mut out = String::new();
+    for note in &report.notes {
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "note  {note}");
+    }
     for c in &report.comparisons {
         let verdict = if c.passed { "ok  " } else { "FAIL" };
-        // Writing to a string cannot fail.
         let _ = write!(out, "{verdict}  {:<64} ", c.what);
         let _ = match &c.error {
             Some(error) => writeln!(out, "{error}"),

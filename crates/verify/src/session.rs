@@ -2,22 +2,21 @@
 //! also every schedule and every form.
 
 use crate::compare;
-use crate::forward::{Forward, Layers, Logits, Schedule};
+use crate::forward::{Forward, Layers, Logits, POSITIONS_MAX, Schedule, Unsound};
 use crate::greedy::{Greedy, Variant};
 use crate::group::{Group, Spec};
+use crate::memory::{self, RunSizes};
 use crate::place::{Device, Form, Place};
 use crate::{Comparison, Options, Promise, Report, Result, Subject, VerifyError};
 use lockstep_core::{ModelConfig, ParallelInfo, TokenId};
 use std::sync::Arc;
 
-/// Most positions of a sequence whose logits are compared, besides those of its answer.
-const POSITIONS_MAX: usize = 48;
 /// Chunk of the chunked run: neither a divisor of pages nor of attention segments.
 const CHUNK: usize = 7;
 
 /// Runs all comparisons; `progress` hears what is about to run.
 ///
-/// Errors when nothing can be compared: no prompts, or a reference that does not run.
+/// Errors when nothing can be compared: no prompts, too little memory, or a reference that does not run.
 pub fn verify(subject: &dyn Subject, options: &Options, progress: &dyn Fn(&str)) -> Result<Report> {
     let on = |&device: &Device| options.tp_sizes.iter().map(move |&tp| Place { device, tp });
     let places: Vec<Place> = options.devices.iter().flat_map(on).collect();
@@ -27,13 +26,18 @@ pub fn verify(subject: &dyn Subject, options: &Options, progress: &dyn Fn(&str))
     if options.prompts.iter().any(Vec::is_empty) || options.prompts.is_empty() {
         return Err(VerifyError::Invalid("verify needs prompts of at least one token each".into()));
     }
+    memory::check(subject, options, &places)?;
     let config = subject.source(ParallelInfo::SINGLE).config();
     let session = Session { subject, options, progress, config, prompts: Arc::new(options.prompts.clone()) };
-    let mut report = Report { comparisons: Vec::new(), first_layers: Vec::new() };
+    let mut report = Report::default();
     let reference = session.with(reference, |here| here.reference(&mut report))??;
     for (i, &place) in others.iter().enumerate() {
         let is_last_of_device = others.get(i + 1).is_none_or(|next| next.device != place.device);
-        session.with(place, |here| here.compare(&reference, is_last_of_device, &mut report))?;
+        session.with(place, |here| match &reference {
+            Some(reference) => here.compare(reference, is_last_of_device, &mut report),
+            // Nothing can be held against what is no number; whether it is the same here is worth knowing.
+            None => drop(here.is_sound(&session.prompts, &mut report)),
+        })?;
     }
     Ok(report)
 }
@@ -67,6 +71,7 @@ impl Session<'_> {
             threads: self.options.threads,
             gpus: &self.options.gpus,
             positions_max: longest + self.options.tokens + 1,
+            sizes: RunSizes::of(self.options),
         };
         Group::with(spec, |group| body(&Here { session: self, place, group }))
     }
@@ -80,7 +85,13 @@ struct Here<'a> {
 }
 
 impl Here<'_> {
-    fn reference(&self, report: &mut Report) -> Result<Reference> {
+    /// What the others are held against; `None`, with a finding, when its values are no numbers.
+    fn reference(&self, report: &mut Report) -> Result<Option<Reference>> {
+        let found = self.unsound(&self.session.prompts)?;
+        if let Some(finding) = compare::soundness(&self.place.words(), &Ok(found)) {
+            report.comparisons.push(finding);
+            return Ok(None);
+        }
         let texts = self.texts(Variant::Alone, Form::Eager)?;
         let with_text = |(prompt, text): (&Vec<TokenId>, &Vec<TokenId>)| [&prompt[..], text].concat();
         let sequences = Arc::new(self.session.prompts.iter().zip(&texts).map(with_text).collect());
@@ -90,11 +101,14 @@ impl Here<'_> {
         self.schedules(&reference, &reference.logits, report);
         self.variants(&reference, report);
         self.forms(&reference, &reference.logits, report);
-        Ok(reference)
+        Ok(Some(reference))
     }
 
     /// Everything at this place, `thoroughly` with schedules and forms, against the reference.
     fn compare(&self, reference: &Reference, thoroughly: bool, report: &mut Report) {
+        if !self.is_sound(&reference.sequences, report) {
+            return;
+        }
         let promise = self.promise(reference);
         let (here, there) = (self.place.words(), reference.place.words());
         let logits = self.logits(&reference.sequences, Schedule::whole());
@@ -112,6 +126,21 @@ impl Here<'_> {
             self.variants(reference, report);
             self.forms(reference, logits, report);
         }
+    }
+
+    /// Whether every logit and every residual stream of a run here is a number; if not, or if nothing runs here, that is
+    /// a finding.
+    fn is_sound(&self, sequences: &Arc<Vec<Vec<TokenId>>>, report: &mut Report) -> bool {
+        let finding = compare::soundness(&self.place.words(), &self.unsound(sequences));
+        let is_sound = finding.is_none();
+        report.comparisons.extend(finding);
+        is_sound
+    }
+
+    fn unsound(&self, sequences: &Arc<Vec<Vec<TokenId>>>) -> Result<Option<Unsound>> {
+        self.say("values", &Schedule::whole().words());
+        let forward = self.forward(sequences, Schedule::whole());
+        self.group.run(move |rank| rank.unsound(&forward))
     }
 
     /// Logits do not depend on chunks, pages, the batch or a cached prefix; `whole` are those without any.

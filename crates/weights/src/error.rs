@@ -2,14 +2,17 @@
 //! what to do; the launcher ends with exit code 3 on any of them.
 
 use crate::storage::StorageKind;
-use lockstep_core::ConfigError;
+use lockstep_core::{ConfigError, FileError};
 use std::io;
 use std::path::{Path, PathBuf};
 
 /// The error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
-    /// The system refused to open, measure, map or list something.
+    /// A file that cannot be read, or something else in its place.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The system refused to map a file or to list a folder.
     #[error("cannot read {}: {source}; check the path and its permissions", path.display())]
     Io {
         /// What was opened.

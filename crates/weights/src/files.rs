@@ -52,6 +52,12 @@ pub(crate) struct Opened {
     pub metadata: Option<Metadata>,
 }
 
+/// One sentence naming keys of a description that were not understood; `None` when there are none.
+pub fn unread_keys_report(keys: &[String]) -> Option<String> {
+    let keys = (!keys.is_empty()).then(|| keys.join(", "))?;
+    Some(format!("the description has keys that this version does not know and does not read: {keys}"))
+}
+
 impl ModelFiles {
     /// Opens a folder in Hugging Face layout, a GGUF file (or any part of one), or a folder that holds
     /// one GGUF file.
@@ -97,9 +103,9 @@ impl ModelFiles {
         self.opened.tensors.get(name)?.info.stored.dtype()
     }
 
-    /// The tensor, if it has exactly this shape.
+    /// The tensor, if it can be read and has exactly this shape.
     ///
-    /// Errors name the tensor, the file and both shapes, or the files that were searched.
+    /// Errors name the tensor, the file and both shapes or the type, or the files that were searched.
     pub fn expect_shape(&self, name: &str, shape: &[usize]) -> Result<TensorInfo, WeightsError> {
         let tensor = self.find(name)?;
         if tensor.info.shape != shape {
@@ -110,6 +116,7 @@ impl ModelFiles {
                 found: tensor.info.shape.clone(),
             });
         }
+        self.readable(name, tensor)?;
         Ok(tensor.info.clone())
     }
 
@@ -180,10 +187,10 @@ impl ModelFiles {
         lines
     }
 
-    /// Keys of config.json that are neither read nor known to be without effect: one may be newer than this
-    /// version and change the answers.
-    pub fn unread_keys(&self) -> &[String] {
-        &self.opened.unread_keys
+    /// One sentence naming keys of the description that are neither read nor known to be without effect: one may be newer
+    /// than this version and change the answers.
+    pub fn unread_keys_report(&self) -> Option<String> {
+        unread_keys_report(&self.opened.unread_keys)
     }
 
     /// GGUF metadata (vocabulary, merges, chat template); `None` for Hugging Face folders.

@@ -33,6 +33,8 @@ mod storage;
 mod tensor;
 
 pub use error::WeightsError;
-pub use files::ModelFiles;
+pub use files::{ModelFiles, unread_keys_report};
 pub use generation::GenerationDefaults;
+pub use hf::{ConfigFile, read_config};
+pub use locate::holds_weights;
 pub use storage::{StorageKind, TensorInfo};

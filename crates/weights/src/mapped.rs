@@ -4,9 +4,8 @@
 //! they come back from the page cache or the disk at the next access.
 
 use crate::error::WeightsError;
+use lockstep_core::files;
 use memmap2::{Mmap, UncheckedAdvice};
-use std::fs::File;
-use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -27,14 +26,10 @@ pub(crate) struct MappedFile {
 impl MappedFile {
     /// Maps a regular file (symlinks are followed); reads nothing.
     pub fn open(path: &Path) -> Result<Self, WeightsError> {
-        let io_error = |source| WeightsError::io(path, source);
-        let file = File::open(path).map_err(io_error)?;
-        if !file.metadata().map_err(io_error)?.is_file() {
-            return Err(io_error(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file")));
-        }
+        let file = files::open(path)?;
         // SAFETY: the mapping is read-only and private to this struct; the file may only be replaced
         // by rename while it is served (see the type's documentation), so its bytes stay put.
-        let map = unsafe { Mmap::map(&file) }.map_err(io_error)?;
+        let map = unsafe { Mmap::map(&file) }.map_err(|source| WeightsError::io(path, source))?;
         Ok(Self { path: path.to_owned(), map })
     }
 

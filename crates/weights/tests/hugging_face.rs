@@ -90,9 +90,11 @@ fn end_tokens_and_defaults_join_config_and_generation_config() {
     assert_eq!(defaults.do_sample, Some(true));
     folder.write("generation_config.json", r#"{"eos_token_id": 9}"#);
     assert_eq!(ModelFiles::open(folder.path()).unwrap().eos_tokens(), [3, 9]);
-    for (text, word) in
-        [(r#"{"top_k": -1}"#, "top_k is -1"), ("", "not a JSON object"), ("[]", "not a JSON object")]
-    {
+    for (text, word) in [
+        (r#"{"top_k": -1}"#, "top_k is -1"),
+        ("", "expected a JSON object"),
+        ("[]", "expected a JSON object"),
+    ] {
         folder.write("generation_config.json", text);
         let message = error(folder.path());
         assert!(message.contains("generation_config.json") && message.contains(word), "{message}");
@@ -199,7 +201,7 @@ fn folders_without_safetensors_say_what_they_hold() {
     assert!(error(folder.path()).contains("pytorch_model.bin"));
     folder.write("adapter_model.safetensors", b"x");
     assert!(error(folder.path()).contains("adapter_model.safetensors, but neither"));
-    assert!(error(Path::new("/dev/null")).contains("neither a folder nor a GGUF file"));
+    assert!(error(Path::new("/dev/null")).contains("/dev/null is a device, not a regular file"));
     assert!(error(&folder.path().join("absent")).contains("cannot read"));
     let one = folder.write("Tiny.GGUF", common::Gguf::model("qwen2").bytes());
     assert!(ModelFiles::open(folder.path()).unwrap().gguf().is_some());
@@ -215,7 +217,7 @@ fn config_errors_carry_the_path() {
     let folder = single();
     folder.write("config.json", "");
     let message = error(folder.path());
-    assert!(message.contains("config.json") && message.contains("not a JSON object"), "{message}");
+    assert!(message.contains("config.json: content: expected a JSON object, found 0 bytes"), "{message}");
     folder.write("config.json", "version https://git-lfs.github.com/spec/v1\nsize 812\n");
     let message = error(folder.path());
     assert!(message.contains("config.json") && message.contains("a git-lfs pointer"), "{message}");

@@ -3,6 +3,7 @@
 //! Only ids and places are kept, so the size of a file is bounded by the disk.
 
 use anyhow::{Context, Result, bail};
+use lockstep_core::files;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::fs::File;
@@ -60,7 +61,7 @@ impl Input {
     /// Reads and checks every line. Errors only when the file cannot be read or holds no line.
     pub fn read(path: &Path) -> Result<Self> {
         let named = || format!("--input {}", path.display());
-        let file = File::open(path).with_context(named)?;
+        let file = files::open(path).context("--input")?;
         let mut reader = BufReader::new(&file);
         let (mut lines, mut bad) = (Vec::new(), Vec::new());
         let mut numbers: HashMap<String, usize> = HashMap::new();

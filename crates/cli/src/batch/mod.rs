@@ -18,6 +18,7 @@ mod summary;
 use crate::client::{Target, runtime};
 use crate::error::{CliError, Result, code_of_signal};
 use crate::flags::batch::BatchFlags;
+use crate::output::say_line;
 use input::Input;
 use lockstep_core::ExitCode;
 use output::Output;
@@ -123,7 +124,7 @@ fn refuse_unserved(input: &Input, target: &Target) -> Result<()> {
 
 /// Prints the counts; the exit code says whether every line has a good answer.
 fn finish(summary: &Summary, end: End) -> Result<()> {
-    crate::say(&format!("{summary}\n"));
+    say_line(summary)?;
     let left = summary.left();
     let again = "the same command goes on from here";
     match end {

@@ -4,6 +4,7 @@ use crate::error::{CliError, Result};
 use crate::flags::CommFlags;
 use crate::flags::model::DtypeFlag;
 use crate::logging;
+use crate::output::say_line;
 use lockstep_backend::cuda::{Sample, SumSize};
 use lockstep_comm::NcclCollective;
 use lockstep_comm::shm::{self, ShmOptions};
@@ -30,20 +31,20 @@ pub fn comm(flags: &CommFlags) -> Result<()> {
         measured(flags.tp, &plan, dtype, &sizes).map_err(|e| CliError::new(e.exit_code(), e.to_string()))?;
     let rows: Vec<(SumSize, Sample)> = sizes.into_iter().zip(samples).collect();
     if !flags.json {
-        println!(
+        say_line(format_args!(
             "{:>6} {:>6} {:>5} {:>10}  {:>10} {:>10} {:>10}  {:<9} bits equal  error",
             "rows", "cols", "norm", "bytes", WAYS[0], WAYS[1], WAYS[2], "best"
-        );
+        ))?;
     }
     for (size, sample) in &rows {
         if flags.json {
-            println!("{}", json_of(flags, *size, sample));
+            say_line(format_args!("{}", json_of(flags, *size, sample)))?;
         } else {
-            println!("{}", line_of(*size, sample));
+            say_line(format_args!("{}", line_of(*size, sample)))?;
         }
     }
     if !flags.json {
-        println!("{}", suggestion(&rows));
+        say_line(format_args!("{}", suggestion(&rows)))?;
     }
     match rows.iter().all(|(_, sample)| is_right(sample, dtype)) {
         true => Ok(()),

@@ -1,18 +1,20 @@
 //! Decode and prefill of one model on one rank, without processes around it.
 
 use super::{bandwidth, cores};
-use crate::config_only::config_only;
+use crate::checkpoint;
 use crate::error::{CliError, Result};
 use crate::flags::DecodeFlags;
 use crate::flags::model::DtypeFlag;
+use crate::output::say_line;
 use crate::pull;
+use crate::serve::memory;
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
 use lockstep_backend::cuda::{CudaBackend, CudaOptions};
 use lockstep_backend::{AttentionBatch, AttentionRow, Backend, Choice, ForwardInput, KvLayout, RowChoice};
 use lockstep_comm::collective::OneRank;
-use lockstep_core::{DType, ExitCode, ParallelInfo, SamplingParams};
+use lockstep_core::{DType, ExitCode, ModelConfig, ParallelInfo, SamplingParams};
+use lockstep_engine::memory::{Allowance, Committed, check_before_loading};
 use lockstep_model::{Decoder, DummyWeights, Loader, ShardBytes, WeightSource, Workspace};
-use lockstep_weights::ModelFiles;
 use std::path::Path;
 use std::time::Instant;
 
@@ -34,12 +36,12 @@ pub fn decode(flags: &DecodeFlags) -> Result<()> {
             let (step, weight_bytes) = measure(flags, backend, dtype)?;
             let bandwidth = bandwidth(threads, true)?;
             let floor = weight_bytes as f64 / (bandwidth * 1e9);
-            println!(
+            say_line(format_args!(
                 "memory floor        {:>9.2} ms a step ({} MiB of weights at {bandwidth:.1} GB/s)",
                 floor * 1e3,
                 weight_bytes >> 20
-            );
-            println!("share of the floor  {:>9.0} %", 100.0 * floor / step);
+            ))?;
+            say_line(format_args!("share of the floor  {:>9.0} %", 100.0 * floor / step))?;
         }
         "cuda" => {
             let dtype = dtype.unwrap_or(DType::Bf16);
@@ -47,7 +49,10 @@ pub fn decode(flags: &DecodeFlags) -> Result<()> {
                 CudaBackend::new(CudaOptions { gpu: 0, dtype, patience: None }).map_err(&internal)?;
             let (step, weight_bytes) = measure(flags, backend, Some(dtype))?;
             let rate = weight_bytes as f64 / step / 1e9;
-            println!("weights read        {rate:>9.0} GB/s ({} MiB a step)", weight_bytes >> 20);
+            say_line(format_args!(
+                "weights read        {rate:>9.0} GB/s ({} MiB a step)",
+                weight_bytes >> 20
+            ))?;
         }
         other => {
             let sentence = format!("--device {other} is not known; use cpu or cuda");
@@ -60,10 +65,36 @@ pub fn decode(flags: &DecodeFlags) -> Result<()> {
 /// Where the weights come from.
 fn source(flags: &DecodeFlags, path: &Path, dtype: Option<DType>) -> Result<Box<dyn WeightSource>> {
     if !flags.dummy_weights {
-        return Ok(Box::new(ModelFiles::open(path).map_err(CliError::with(ExitCode::ModelFiles))?));
+        return Ok(Box::new(checkpoint::open(path)?));
     }
-    let (config, dtype) = config_only(path, dtype)?;
-    Ok(Box::new(DummyWeights::new(config, dtype, 1)))
+    let model = checkpoint::config_only(path, dtype)?;
+    Ok(Box::new(DummyWeights::new(model.config, model.dtype, 1)))
+}
+
+/// Fails when this machine cannot hold what a CPU needs; a GPU says so itself when it is full.
+fn check_memory<B: Backend>(
+    flags: &DecodeFlags,
+    source: &dyn WeightSource,
+    backend: &B,
+    dtype: Option<DType>,
+) -> Result<()> {
+    if flags.device != "cpu" {
+        return Ok(());
+    }
+    let (bytes, origin) = memory::allowed()?;
+    let rows = flags.prompt.max(flags.batch);
+    let expected = Committed {
+        kept_bytes: Run::layout(flags, source.config(), backend).pool_bytes(),
+        ..Committed::expected::<B>(source, ParallelInfo::SINGLE, dtype, (rows, flags.batch))
+    };
+    let allowed = Allowance {
+        who: "this command",
+        bytes,
+        origin: &origin,
+        rest: "anything else",
+        remedy: "give a smaller --prompt or --batch, --dtype bf16, or use a machine with more memory",
+    };
+    check_before_loading(&allowed, expected).map_err(|e| CliError::new(e.exit_code(), e))
 }
 
 /// Seconds of a decode step, and the bytes of weights that it reads.
@@ -71,10 +102,11 @@ fn measure<B: Backend>(flags: &DecodeFlags, backend: B, dtype: Option<DType>) ->
     let path = pull::resolve(&flags.model, &pull::cache_dir(None))?;
     let internal = CliError::with(ExitCode::Internal);
     let source = source(flags, &path, dtype)?;
+    check_memory::<B>(flags, &*source, &backend, dtype)?;
     let start = Instant::now();
-    println!("{} on {}", path.display(), backend.describe());
+    say_line(format_args!("{} on {}", path.display(), backend.describe()))?;
     let mut run = Run::load(flags, &*source, backend, dtype).map_err(&internal)?;
-    println!("load                {:>9.2} s", start.elapsed().as_secs_f64());
+    say_line(format_args!("load                {:>9.2} s", start.elapsed().as_secs_f64()))?;
     let vocab = source.config().vocab_size as u32;
     let prompt: Vec<u32> = (0..flags.prompt as u32).map(|i| 1 + i * 37 % (vocab - 1)).collect();
     run.prefill(&prompt[..prompt.len().min(16)])?;
@@ -82,12 +114,12 @@ fn measure<B: Backend>(flags: &DecodeFlags, backend: B, dtype: Option<DType>) ->
     let start = Instant::now();
     run.prefill(&prompt)?;
     let seconds = start.elapsed().as_secs_f64();
-    println!(
+    say_line(format_args!(
         "prefill {:>5}       {:>9.1} tokens/s ({:.2} ms)",
         prompt.len(),
         prompt.len() as f64 / seconds,
         seconds * 1e3
-    );
+    ))?;
     for i in 0..WARM_STEPS {
         run.step(flags.prompt + i)?;
     }
@@ -96,13 +128,22 @@ fn measure<B: Backend>(flags: &DecodeFlags, backend: B, dtype: Option<DType>) ->
         run.step(flags.prompt + WARM_STEPS + i)?;
     }
     let step = start.elapsed().as_secs_f64() / flags.tokens as f64;
-    println!(
+    say_line(format_args!(
         "decode, batch {:<5} {:>9.1} tokens/s ({:.2} ms a step)",
         flags.batch,
         flags.batch as f64 / step,
         step * 1e3
-    );
+    ))?;
     Ok((step, run.weight_bytes))
+}
+
+/// Positions of a request.
+fn positions(flags: &DecodeFlags) -> usize {
+    flags.prompt + flags.tokens + WARM_STEPS + 1
+}
+
+fn pages_of_request(flags: &DecodeFlags) -> usize {
+    positions(flags).div_ceil(PAGE_SIZE)
 }
 
 /// One rank's model.
@@ -125,7 +166,7 @@ impl<B: Backend> Run<B> {
         dtype: Option<DType>,
     ) -> anyhow::Result<Self> {
         let (parallel, model) = (ParallelInfo::SINGLE, source.config());
-        let positions = flags.prompt + flags.tokens + WARM_STEPS + 1;
+        let positions = positions(flags);
         anyhow::ensure!(
             positions <= model.max_position,
             "--prompt and --tokens make {positions} positions, but the model has {}",
@@ -141,15 +182,7 @@ impl<B: Backend> Run<B> {
         let weight_bytes = loader.packed_bytes() as usize - unread;
         let rows = flags.prompt.max(flags.batch);
         let work = Workspace::new(&backend, model, parallel, rows, flags.batch)?;
-        let pages_of_request = positions.div_ceil(PAGE_SIZE);
-        let cache = backend.kv_cache(KvLayout {
-            local_layers: model.num_layers,
-            local_kv_heads: model.num_kv_heads,
-            head_dim: model.head_dim,
-            page_size: PAGE_SIZE,
-            num_pages: pages_of_request * flags.batch,
-            dtype: backend.kv_dtype(),
-        })?;
+        let cache = backend.kv_cache(Self::layout(flags, model, &backend))?;
         Ok(Self {
             backend,
             decoder,
@@ -157,9 +190,21 @@ impl<B: Backend> Run<B> {
             cache,
             batch: flags.batch,
             vocab_size: model.vocab_size,
-            pages_of_request,
+            pages_of_request: pages_of_request(flags),
             weight_bytes,
         })
+    }
+
+    /// Pages for all requests.
+    fn layout(flags: &DecodeFlags, model: &ModelConfig, backend: &B) -> KvLayout {
+        KvLayout {
+            local_layers: model.num_layers,
+            local_kv_heads: model.num_kv_heads,
+            head_dim: model.head_dim,
+            page_size: PAGE_SIZE,
+            num_pages: pages_of_request(flags) * flags.batch,
+            dtype: backend.kv_dtype(),
+        }
     }
 
     /// The prompt of the first request, from its start.

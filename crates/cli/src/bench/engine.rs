@@ -1,11 +1,12 @@
 //! `bench offline` and `bench latency`: the engine itself, loop, scheduler and cache included, in one process.
 
 use super::random::Random;
-use crate::config_only::dummy_spec;
+use crate::checkpoint::{self, dummy_spec};
 use crate::device::{RankTask, on_device};
 use crate::error::{CliError, Result};
 use crate::flags::{EngineFlags, LatencyFlags, OfflineFlags};
 use crate::logging;
+use crate::output::say_line;
 use crate::pull;
 use crate::serve;
 use lockstep_backend::Backend;
@@ -17,7 +18,6 @@ use lockstep_engine::links::RankLinks;
 use lockstep_engine::offline::{self, OfflineLink, OfflineReport};
 use lockstep_engine::start::{self, Groups};
 use lockstep_engine::{DummySpec, EngineError, RankConfig};
-use lockstep_weights::ModelFiles;
 use lockstep_wire::{SubmitRequest, TextParams};
 use std::path::Path;
 use std::sync::mpsc;
@@ -52,13 +52,16 @@ pub fn offline(flags: &OfflineFlags) -> Result<()> {
             "requests": flags.requests, "input_tokens": inputs, "output_tokens": output, "steps": report.steps.len(),
             "seconds": seconds, "output_tokens_per_second": rate,
         });
-        println!("{json}");
+        say_line(format_args!("{json}"))?;
     } else {
-        println!(
+        say_line(format_args!(
             "{} requests, {inputs} prompt tokens, {output} output tokens in {seconds:.2} s",
             flags.requests
-        );
-        println!("{rate:.0} output tokens/s, {:.0} tokens/s in all", (inputs + output) as f64 / seconds);
+        ))?;
+        say_line(format_args!(
+            "{rate:.0} output tokens/s, {:.0} tokens/s in all",
+            (inputs + output) as f64 / seconds
+        ))?;
     }
     Ok(())
 }
@@ -77,7 +80,10 @@ pub fn latency(flags: &LatencyFlags) -> Result<()> {
     }
     let runs = engine.run(sets)?;
     if !flags.engine.json {
-        println!("{:>6}  {:>13}  {:>12}  {:>12}", "batch", "prefill ms", "TPOT ms", "tokens/s");
+        say_line(format_args!(
+            "{:>6}  {:>13}  {:>12}  {:>12}",
+            "batch", "prefill ms", "TPOT ms", "tokens/s"
+        ))?;
     }
     for (&batch, report) in flags.batch.iter().zip(runs[1..].iter().skip(1).step_by(2)) {
         let prefill = report.first_tokens(batch).unwrap_or_default().as_secs_f64() * 1e3;
@@ -87,9 +93,12 @@ pub fn latency(flags: &LatencyFlags) -> Result<()> {
                 "model": flags.engine.model, "tp": flags.engine.tp, "device": flags.engine.device, "batch": batch,
                 "prompt": flags.prompt, "prefill_ms": prefill, "tpot_ms": step,
             });
-            println!("{json}");
+            say_line(format_args!("{json}"))?;
         } else {
-            println!("{batch:>6}  {prefill:>13.2}  {step:>12.3}  {:>12.0}", batch as f64 * 1e3 / step);
+            say_line(format_args!(
+                "{batch:>6}  {prefill:>13.2}  {step:>12.3}  {:>12.0}",
+                batch as f64 * 1e3 / step
+            ))?;
         }
     }
     Ok(())
@@ -207,7 +216,7 @@ impl Engine {
 /// The description of the model, and the weights to make up if asked to.
 fn described(flags: &EngineFlags, path: &Path) -> Result<(ModelConfig, Option<DummySpec>)> {
     if !flags.dummy_weights {
-        let files = ModelFiles::open(path).map_err(CliError::with(ExitCode::ModelFiles))?;
+        let files = checkpoint::open(path)?;
         return Ok((files.config().clone(), None));
     }
     let dummy = dummy_spec(path, &flags.dtype, flags.seed)?;

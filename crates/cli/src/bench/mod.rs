@@ -13,6 +13,7 @@ pub use serve::serve;
 
 use crate::error::{CliError, Result};
 use crate::flags::{DecodeFlags, HwFlags};
+use crate::output::say_line;
 use lockstep_backend::cpu::probe;
 use lockstep_comm::CollectiveError;
 use lockstep_comm::bench::Latency;
@@ -37,24 +38,24 @@ pub fn bandwidth(threads: usize, huge: bool) -> Result<f64> {
 pub fn hardware(flags: &HwFlags) -> Result<()> {
     let mut threads = vec![1];
     threads.extend(flags.threads.or(Some(cores())).filter(|&n| n > 1));
-    println!(
+    say_line(format_args!(
         "{:>7}  {:>18}  {:>18}  {:>14}",
         "threads", "read GB/s (huge)", "read GB/s (4 KiB)", "f32 FMA GFLOP/s"
-    );
+    ))?;
     for &n in &threads {
-        println!(
+        say_line(format_args!(
             "{n:>7}  {:>18.1}  {:>18.1}  {:>14.0}",
             bandwidth(n, true)?,
             bandwidth(n, false)?,
             probe::fma_gflops(n)
-        );
+        ))?;
     }
-    println!("\nshared memory, two threads of this process:");
+    say_line(format_args!("\nshared memory, two threads of this process:"))?;
     for row in two_ranks(COLLECTIVE_ROUNDS)? {
-        println!("{row}");
+        say_line(format_args!("{row}"))?;
     }
     let Some(model) = &flags.model else { return Ok(()) };
-    println!();
+    say_line("")?;
     decode(&DecodeFlags {
         model: model.clone(),
         threads: flags.threads,

@@ -9,6 +9,7 @@ mod cuda;
 use crate::error::{CliError, Result};
 use crate::flags::DoctorFlags;
 use crate::logging;
+use crate::output::{say, say_line};
 use lockstep_comm::NcclCollective;
 use lockstep_core::ExitCode;
 
@@ -53,10 +54,10 @@ pub fn run(flags: &DoctorFlags) -> Result<()> {
     }
     // SAFETY: nothing of CUDA is open yet, and this program has no other thread.
     unsafe { NcclCollective::prepare_environment() };
-    let mut sections = Vec::new();
+    let (mut sections, mut written) = (Vec::new(), Ok(()));
     let mut show = |section: Section| {
-        if !flags.json {
-            crate::say(&section.text());
+        if !flags.json && written.is_ok() {
+            written = say(section.text());
         }
         sections.push(section);
     };
@@ -72,9 +73,10 @@ pub fn run(flags: &DoctorFlags) -> Result<()> {
         verdict.as_ref().map_or_else(|why| format!("cannot be used: {why}"), Clone::clone),
     );
     show(last);
+    written?;
     if flags.json {
         let pairs = sections.iter().map(|section| (section.title.to_owned(), section.json()));
-        crate::say(&format!("{}\n", serde_json::Value::Object(pairs.collect())));
+        say_line(serde_json::Value::Object(pairs.collect()))?;
     }
     match verdict {
         Err(why) if flags.device == "cuda" => {

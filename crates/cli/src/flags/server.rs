@@ -6,6 +6,8 @@ use lockstep_api::ApiKeys;
 use lockstep_api::parsers::{
     Opening, ParserChoice, REASONING_PARSERS, ReasoningFormat, TOOL_CALL_PARSERS, ToolFormat,
 };
+use lockstep_core::files;
+use lockstep_core::limits::FLAG_FILE_BYTES_MAX;
 use std::net::IpAddr;
 use std::path::PathBuf;
 
@@ -125,8 +127,7 @@ impl ServerFlags {
     pub fn api_keys(&self) -> Result<ApiKeys> {
         let mut keys = self.api_key.clone();
         if let Some(path) = &self.api_key_file {
-            let text = std::fs::read_to_string(path)
-                .with_context(|| format!("cannot read --api-key-file {}", path.display()))?;
+            let text = files::read_text(path, FLAG_FILE_BYTES_MAX).context("--api-key-file")?;
             let before = keys.len();
             for (at, line) in text.lines().map(str::trim).enumerate() {
                 if !line.is_empty() && !line.starts_with('#') {

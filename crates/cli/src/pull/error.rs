@@ -17,6 +17,9 @@ pub enum PullError {
         /// The catalogue.
         known: String,
     },
+    /// What stands there cannot be read as a file.
+    #[error(transparent)]
+    File(#[from] lockstep_core::FileError),
     /// A file that is no model.
     #[error(
         "{path} is not a GGUF file; --model takes a GGUF file, a folder, org/name of the hub or one of: {known}",

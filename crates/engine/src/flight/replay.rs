@@ -1,7 +1,8 @@
 //! Runs a scheduler again on a recording, without a model, and compares every decision.
 
 use super::{FlightError, MAGIC, MESSAGE, PLAN, SNAPSHOT, STEP, TOKENS, request_of};
-use lockstep_core::{StepId, TokenId};
+use lockstep_core::limits::FLAG_FILE_BYTES_MAX;
+use lockstep_core::{StepId, TokenId, files};
 use lockstep_scheduler::{Scheduler, StepDigest, StepPlan};
 use lockstep_wire::ToScheduler;
 use std::collections::VecDeque;
@@ -35,7 +36,7 @@ impl std::fmt::Display for ReplayReport {
 
 /// Runs a scheduler on a recording and compares every decision.
 pub fn replay(file: &Path) -> Result<ReplayReport, FlightError> {
-    let bytes = std::fs::read(file).map_err(|error| FlightError::File { path: file.to_owned(), error })?;
+    let bytes = files::read(file, FLAG_FILE_BYTES_MAX)?;
     replay_bytes(&bytes)
 }
 

@@ -6,7 +6,7 @@
 use crate::error::Fault;
 use crate::storage::{StorageKind, TensorInfo};
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 /// Most keys a file may have (real files: below 100).
 const KEYS_MAX: u64 = 1 << 16;
@@ -20,6 +20,8 @@ const DIMS_MAX: u32 = 4;
 const ALIGNMENT_MAX: u64 = 1 << 20;
 /// Alignment of tensor data without the key `general.alignment`.
 const ALIGNMENT_DEFAULT: u64 = 32;
+/// Versions of the format that are read.
+const VERSIONS: RangeInclusive<u32> = 2..=3;
 /// First bytes of every GGUF file.
 pub(crate) const MAGIC: &[u8; 4] = b"GGUF";
 
@@ -109,6 +111,24 @@ pub(crate) struct Header {
     pub tensors: Vec<RawTensor>,
 }
 
+/// Why a sound GGUF file is not read: another version, or the other byte order. `None` when it is read, or is no
+/// GGUF file at all.
+pub(crate) fn foreign(bytes: &[u8]) -> Option<String> {
+    let version = bytes.strip_prefix(MAGIC)?.first_chunk().map(|word| u32::from_le_bytes(*word))?;
+    let (first, last) = (VERSIONS.start(), VERSIONS.end());
+    match (version, version.swap_bytes()) {
+        (version, _) if VERSIONS.contains(&version) => None,
+        (_, swapped) if (1..=*last).contains(&swapped) => Some(format!(
+            "is a big-endian GGUF file (version {swapped}), and only little-endian ones are read; convert it with \
+             gguf_convert_endian.py of llama.cpp, or download a little-endian version of the model"
+        )),
+        (version, _) => Some(format!(
+            "is a GGUF file of version {version}, and versions {first} and {last} are read; convert the model again \
+             with today's llama.cpp, or download it again"
+        )),
+    }
+}
+
 /// Parses the header of a whole mapped file.
 pub(crate) fn parse(bytes: &[u8]) -> Result<Header> {
     let mut cursor = Cursor { bytes, at: 0 };
@@ -117,9 +137,8 @@ pub(crate) fn parse(bytes: &[u8]) -> Result<Header> {
         return Err(Fault::new("first four bytes", "GGUF", format!("{:?}", String::from_utf8_lossy(magic))));
     }
     let version = cursor.u32("format version")?;
-    if !(2..=3).contains(&version) {
-        let note = if version.swap_bytes() <= 3 { " (a big-endian file)" } else { "" };
-        return Err(Fault::new("format version", "2 or 3", format!("{version}{note}")));
+    if !VERSIONS.contains(&version) {
+        return Err(Fault::new("format version", "2 or 3", version.to_string()));
     }
     let tensor_count = cursor.limited("tensor count", TENSORS_MAX)?;
     let key_count = cursor.limited("metadata key count", KEYS_MAX)?;
@@ -355,6 +374,12 @@ fn tensor_kind(number: u32) -> Option<StorageKind> {
         14 => Q6K,
         20 => Iq4Nl,
         30 => Bf16,
+        31 => Unsupported("Q4_0_4_4"),
+        32 => Unsupported("Q4_0_4_8"),
+        33 => Unsupported("Q4_0_8_8"),
+        36 => Unsupported("IQ4_NL_4_4"),
+        37 => Unsupported("IQ4_NL_4_8"),
+        38 => Unsupported("IQ4_NL_8_8"),
         9 => Unsupported("Q8_1"),
         15 => Unsupported("Q8_K"),
         16 => Unsupported("IQ2_XXS"),

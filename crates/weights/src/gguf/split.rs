@@ -79,6 +79,9 @@ impl Part {
     fn open(path: &Path) -> Result<Self, WeightsError> {
         let file = Arc::new(MappedFile::open(path)?);
         crate::locate::refuse_stand_in(file.bytes()).map_err(|fault| fault.at(path))?;
+        if let Some(reason) = header::foreign(file.bytes()) {
+            return Err(WeightsError::NotAModel { path: path.to_owned(), reason });
+        }
         let header = header::parse(file.bytes()).map_err(|fault| fault.at(path))?;
         let metadata = Metadata::new(Arc::clone(&file), header.entries);
         Ok(Self { file, metadata, tensors: header.tensors })

@@ -16,12 +16,10 @@ use crate::mapped::MappedFile;
 use crate::tensor::{Form, Piece, Tensor};
 use lockstep_core::config::hf as config_json;
 use lockstep_core::limits::MODEL_JSON_BYTES_MAX;
-use lockstep_core::{ConfigError, ModelConfig, TokenId};
+use lockstep_core::{ModelConfig, TokenId, files};
 use quantised::Quantisation;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
@@ -40,7 +38,10 @@ pub(crate) fn has_weights(folder: &Path) -> bool {
 
 /// Opens a folder for which [`has_weights`] holds.
 pub(crate) fn open(folder: &Path) -> Result<Opened, WeightsError> {
-    let (config, unread_keys, quantisation) = read_config(folder)?;
+    let path = folder.join(CONFIG);
+    let ConfigFile { config, unread_keys, json } = read_config(folder)?;
+    let quantisation = config_json::quantization(&json).map_err(|e| WeightsError::config(&path, e))?;
+    let quantisation = quantisation.map(Quantisation);
     let (defaults, more_eos_tokens) = read_generation_config(folder)?;
     let mut eos_tokens = config.eos_tokens.clone();
     eos_tokens.extend(more_eos_tokens);
@@ -68,16 +69,24 @@ pub(crate) fn open(folder: &Path) -> Result<Opened, WeightsError> {
     })
 }
 
-/// The description, the keys of the file that were not understood, and how weights are quantised.
-fn read_config(folder: &Path) -> Result<(ModelConfig, Vec<String>, Option<Quantisation>), WeightsError> {
+/// A config.json, read.
+#[derive(Debug)]
+pub struct ConfigFile {
+    /// The description.
+    pub config: ModelConfig,
+    /// Keys that are neither read nor known to be without effect.
+    pub unread_keys: Vec<String>,
+    /// The text, known to be a JSON object.
+    pub json: Vec<u8>,
+}
+
+/// The description of the model in `folder`; its weights are not looked at.
+pub fn read_config(folder: &Path) -> Result<ConfigFile, WeightsError> {
     let path = folder.join(CONFIG);
-    let text = read_small(&path)?;
-    let read = || {
-        let quantisation = config_json::quantization(&text)?.map(Quantisation);
-        let (config, unread_keys) = config_json::parse_noting(&text)?;
-        Ok((config, unread_keys, quantisation))
-    };
-    read().map_err(|source| WeightsError::config(&path, source))
+    let (json, _) = read_object(&path)?;
+    let (config, unread_keys) =
+        config_json::parse_noting(&json).map_err(|source| WeightsError::config(&path, source))?;
+    Ok(ConfigFile { config, unread_keys, json })
 }
 
 /// Sampling defaults and end tokens; a folder without the file has none.
@@ -86,7 +95,7 @@ fn read_generation_config(folder: &Path) -> Result<(GenerationDefaults, Vec<Toke
     if path.symlink_metadata().is_err() {
         return Ok(Default::default());
     }
-    let map = read_object(&path)?;
+    let (_, map) = read_object(&path)?;
     let parse = || Ok((GenerationDefaults::from_json(&map)?, config_json::eos_tokens(&map)?));
     parse().map_err(|source| WeightsError::config(&path, source))
 }
@@ -120,7 +129,7 @@ fn open_indexed(folder: &Path) -> Result<Weights, WeightsError> {
 /// The index turned around: file name to the tensors in it.
 fn read_index(path: &Path) -> Result<BTreeMap<PathBuf, Vec<String>>, WeightsError> {
     let damaged = |expected: &str, found: String| Fault::new("weight_map", expected, found).at(path);
-    let index = read_object(path)?;
+    let (_, index) = read_object(path)?;
     let Some(Value::Object(map)) = index.get("weight_map") else {
         return Err(damaged("an object from tensor names to file names", "none".into()));
     };
@@ -154,24 +163,14 @@ fn open_weights(
     Ok((Arc::new(file), tensors))
 }
 
-fn read_object(path: &Path) -> Result<Map<String, Value>, WeightsError> {
-    let text = read_small(path)?;
-    serde_json::from_slice(&text).map_err(|e| WeightsError::config(path, ConfigError::NotJson(e.to_string())))
-}
-
-/// Reads a JSON file, refusing one of absurd size.
-fn read_small(path: &Path) -> Result<Vec<u8>, WeightsError> {
-    let io_error = |source| WeightsError::io(path, source);
-    let len = fs::metadata(path).map_err(io_error)?.len();
-    if len > MODEL_JSON_BYTES_MAX {
-        let expected = format!("at most {MODEL_JSON_BYTES_MAX} bytes");
-        return Err(Fault::new("JSON file", expected, format!("{len} bytes")).at(path));
-    }
-    let mut text = Vec::new();
-    let file = File::open(path).map_err(io_error)?;
-    file.take(MODEL_JSON_BYTES_MAX).read_to_end(&mut text).map_err(io_error)?;
+/// Reads a JSON file of bounded size: its text, and the object in it.
+fn read_object(path: &Path) -> Result<(Vec<u8>, Map<String, Value>), WeightsError> {
+    let text = files::read(path, MODEL_JSON_BYTES_MAX)?;
     refuse_stand_in(&text).map_err(|fault| fault.at(path))?;
-    Ok(text)
+    let object = serde_json::from_slice(&text).map_err(|e| {
+        Fault::new("content", "a JSON object", format!("{} bytes ({e})", text.len())).at(path)
+    })?;
+    Ok((text, object))
 }
 
 /// `safetensors bf16, 3 files`; several types are joined by `+`, the largest first.

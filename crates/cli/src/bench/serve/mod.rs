@@ -19,6 +19,7 @@ mod workload;
 use crate::client::{Target, runtime};
 use crate::error::{CliError, Result};
 use crate::flags::bench_serve::BenchServeFlags;
+use crate::output::say;
 use lockstep_core::ExitCode;
 use report::Report;
 use rustix::time::{ClockId, clock_gettime};
@@ -45,7 +46,7 @@ pub fn serve(flags: &BenchServeFlags) -> Result<()> {
     let (server, model) = (target.client.base(), target.model.clone());
     target.close();
     let report = Report::new(flags, (server, model), &workload, &loaded.map_err(&internal)?, cpu);
-    crate::say(&report.to_string());
+    say(&report)?;
     if let Some(path) = &flags.json {
         let text = serde_json::to_string_pretty(&report).map_err(CliError::with(ExitCode::Internal))?;
         std::fs::write(path, text + "\n")

@@ -5,6 +5,8 @@
 //! (`input_length`, `hash_ids`, each id standing for 512 tokens).
 
 use anyhow::{Context, Result, bail};
+use lockstep_core::files;
+use lockstep_core::limits::FLAG_FILE_BYTES_MAX;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -36,7 +38,7 @@ pub struct TraceLine {
 
 /// All lines of a file; errors name the line.
 pub fn read(path: &Path) -> Result<Vec<TraceLine>> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("--trace {}", path.display()))?;
+    let text = files::read_text(path, FLAG_FILE_BYTES_MAX).context("--trace")?;
     let mut lines = Vec::new();
     for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let line = parse(line).with_context(|| format!("--trace {}, line {}", path.display(), index + 1))?;
