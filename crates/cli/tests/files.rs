@@ -200,7 +200,7 @@ fn verify_and_bench_refuse_what_memory_cannot_hold() {
     let temp = TempDir::new("large");
     let config = json!({"architectures": ["LlamaForCausalLM"], "hidden_size": 16384, "num_attention_heads": 128,
         "num_key_value_heads": 8, "intermediate_size": 53248, "num_hidden_layers": 126, "vocab_size": 128256,
-        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 8192});
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 8192, "torch_dtype": "bfloat16"});
     fs::write(temp.join("config.json"), config.to_string()).expect("the folder is writable");
     let model = text(temp.path());
     for args in [

@@ -133,7 +133,7 @@ fn compare(plan: &Plan, from: &Choice, to: &Choice) -> Option<String> {
     Some(format!(
         "{verdict}: memory before KV falls to {memory_share:.0} % (ideal {ideal:.0} %) because {} of weights are on every rank \
          and {} of buffers do not shrink; a decode step takes {:.2} instead of {:.2} ms ({time_share:.0} %), of which {:.2} ms are \
-         {} all-reduces and {:.2} ms launches{shared}.",
+         {} all-reduces and {:.2} ms launches and small kernels{shared}.",
         size(after.replicated_bytes),
         size(after.buffer_bytes()),
         fast.decode_one_ms,

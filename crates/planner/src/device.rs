@@ -241,7 +241,7 @@ mod tests {
         assert!(DeviceTable::parse(&text).unwrap_err().to_string().contains("h200"));
         for (from, to, words) in [
             ("[[8192, 3.1]", "[[999999, 3.1]", "ascending by bytes"),
-            ("\"graphs_gib\": 0.4", "\"graphs_gib\": -1", "below 0"),
+            ("\"graphs_gib\": 0.06", "\"graphs_gib\": -1", "below 0"),
             ("\"memory_gib\": 139.8", "\"memory_gib\": 1e30", "above the limit"),
         ] {
             let text = include_str!("../devices.json").replacen(from, to, 1);
