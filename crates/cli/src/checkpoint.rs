@@ -41,15 +41,15 @@ pub struct ConfigOnly {
 
 /// Whether there is a description and nothing else: no weights in any form, and no list of them.
 pub fn is_config_only(path: &Path) -> Result<bool> {
-    Ok(path.is_dir() && !holds_weights(path).map_err(CliError::with(ExitCode::ModelFiles))?)
+    let has_config = path.join("config.json").symlink_metadata().is_ok();
+    Ok(has_config && !holds_weights(path).map_err(CliError::with(ExitCode::ModelFiles))?)
 }
 
 /// The description of a model whose weights, if there are any, are not looked at: a folder's config.json, else the
 /// metadata of a GGUF file. Weights are `wanted`, or else what the description names.
 pub fn config_only(path: &Path, wanted: Option<DType>) -> Result<ConfigOnly> {
     let model_files = CliError::with::<WeightsError>(ExitCode::ModelFiles);
-    let has_config = path.join("config.json").symlink_metadata().is_ok();
-    if !has_config && !is_config_only(path)? {
+    if path.join("config.json").symlink_metadata().is_err() {
         let files = ModelFiles::open(path).map_err(model_files)?;
         // Blocks are unpacked to bf16.
         let own = || WeightSource::dtype_of(&files, "model.embed_tokens.weight").unwrap_or(DType::Bf16);

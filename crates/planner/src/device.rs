@@ -2,6 +2,7 @@
 
 use crate::PlanError;
 use serde::{Deserialize, Serialize};
+use std::ops::RangeInclusive;
 
 /// The two kinds that ranks run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -86,14 +87,14 @@ impl Device {
 
     /// What is wrong with the numbers, if anything is.
     fn check(&self) -> Result<(), String> {
-        let is_rate = |rate: &f64| rate.is_finite() && *rate > 0.0;
-        if ![self.memory_gib, self.bandwidth_gbs, self.tflops].iter().all(is_rate) {
-            return Err("has a rate that is not above 0".into());
+        let is_rate = |rate: &f64| RATES.contains(rate);
+        if ![self.bandwidth_gbs, self.tflops].iter().all(is_rate) {
+            return Err(format!("has a rate that is not above 0, or outside {RATES:?}"));
         }
-        if self.memory_gib > MEMORY_GIB_MAX {
+        if !(self.memory_gib > 0.0 && self.memory_gib <= MEMORY_GIB_MAX) {
+            let gib = self.memory_gib;
             return Err(format!(
-                "has {} GiB of memory, above the limit of {MEMORY_GIB_MAX}",
-                self.memory_gib
+                "has {gib} GiB of memory, not above 0 or above the limit of {MEMORY_GIB_MAX}"
             ));
         }
         let rest = [
@@ -103,8 +104,8 @@ impl Device {
             self.graphs_gib,
             self.communication_gib,
         ];
-        if !rest.iter().all(|value| value.is_finite() && *value >= 0.0) {
-            return Err("has an overhead or a memory below 0".into());
+        if !rest.iter().all(|value| (0.0..=MEMORY_GIB_MAX).contains(value)) {
+            return Err(format!("has an overhead or a memory below 0 or above {MEMORY_GIB_MAX}"));
         }
         let sums = &self.all_reduce_us;
         let ascend = sums.windows(2).all(|pair| pair[0].0 < pair[1].0);
@@ -125,6 +126,8 @@ impl Device {
     }
 }
 
+/// Rates, bytes and times that are believed.
+const RATES: RangeInclusive<f64> = 1e-6..=1e12;
 /// Most memory that a device may claim, in GiB: a thousand times the largest machine's.
 const MEMORY_GIB_MAX: f64 = (1_u64 << 24) as f64;
 
@@ -145,6 +148,9 @@ impl DeviceTable {
     pub fn parse(text: &str) -> Result<Self, PlanError> {
         let devices: Vec<Device> = serde_json::from_str(text)
             .map_err(|e| PlanError::Table(format!("not a list of devices: {e}")))?;
+        if devices.is_empty() || devices.iter().any(|device| device.name.trim().is_empty()) {
+            return Err(PlanError::Table("needs at least one device, and a name for each".into()));
+        }
         for device in &devices {
             device.check().map_err(|what| PlanError::Table(format!("{} {what}", device.name)))?;
         }
@@ -236,17 +242,20 @@ mod tests {
 
     #[test]
     fn a_broken_table_is_refused() {
-        assert!(DeviceTable::parse("{}").is_err());
+        assert!(DeviceTable::parse("{}").is_err() && DeviceTable::parse("[]").is_err());
         let text = include_str!("../devices.json").replacen("\"tflops\": 720", "\"tflops\": 0", 1);
         assert!(DeviceTable::parse(&text).unwrap_err().to_string().contains("h200"));
         for (from, to, words) in [
             ("[[8192, 3.1]", "[[999999, 3.1]", "ascending by bytes"),
             ("\"graphs_gib\": 0.06", "\"graphs_gib\": -1", "below 0"),
             ("\"memory_gib\": 139.8", "\"memory_gib\": 1e30", "above the limit"),
+            ("\"bandwidth_gbs\": 4200", "\"bandwidth_gbs\": 1e-300", "a rate"),
+            ("\"driver_gib\": 0.55", "\"driver_gib\": 1e300", "a memory"),
+            ("\"name\": \"h200\"", "\"name\": \" \"", "a name for each"),
         ] {
             let text = include_str!("../devices.json").replacen(from, to, 1);
             let message = DeviceTable::parse(&text).unwrap_err().to_string();
-            assert!(message.contains("h200") && message.contains(words), "{message}");
+            assert!(message.contains(words), "{message}");
         }
         let text = include_str!("../devices.json").replacen("tflops", "teraflops", 1);
         assert!(DeviceTable::parse(&text).unwrap_err().to_string().contains("teraflops"));
