@@ -250,7 +250,7 @@ fn files_that_cannot_be_used_are_refused_by_name() {
     assert!(Tls::from_files(&cert, &key).is_ok());
     for (text, words) in [
         (refused(&missing, &key), ["cannot use the certificate: cannot read", "missing.pem"]),
-        (refused(&cert, &missing), ["cannot read the private key", "missing.pem"]),
+        (refused(&cert, &missing), ["cannot use the private key: cannot read", "missing.pem"]),
         (refused(&garbage, &key), ["garbage.pem", "no certificate"]),
         (refused(&cert, &garbage), ["garbage.pem", "no private key"]),
         (refused(&key, &cert), ["key.pem", "no certificate"]),
