@@ -44,20 +44,23 @@ pub fn argmax(logits: &[f32]) -> Option<(f32, usize)> {
 }
 
 impl Sampler {
-    /// The token that `row` wants, from the logits of the whole real vocabulary.
+    /// The token that `row` wants, from the logits of the whole real vocabulary; `None` when none of them is larger
+    /// than negative infinity.
     ///
     /// Order of the filters follows vLLM and SGLang: temperature, top-k, top-p, min-p.
     /// Deterministic in all arguments.
-    pub fn sample(&mut self, logits: &[f32], row: &RowChoice) -> TokenId {
-        let Some((top, top_id)) = argmax(logits) else { return 0 };
+    pub fn sample(&mut self, logits: &[f32], row: &RowChoice) -> Option<TokenId> {
+        let (top, top_id) = argmax(logits)?;
+        let top_id = top_id as TokenId;
         if row.is_greedy() || top == f32::INFINITY {
-            return top_id as TokenId;
+            return Some(top_id);
         }
         let uniform = uniform(row.seed, row.choice, row.output_index);
         let scale = 1.0 / f64::from(row.temperature);
         let weight = |logit: f32| (f64::from(logit - top) * scale).exp();
         if row.top_k == 0 && row.top_p >= 1.0 && row.min_p <= 0.0 {
-            return draw(logits.iter().map(|&l| weight(l)), uniform).unwrap_or(top_id) as TokenId;
+            let drawn = draw(logits.iter().map(|&l| weight(l)), uniform);
+            return Some(drawn.map_or(top_id, |id| id as TokenId));
         }
         let floor = f64::from(row.min_p);
         self.candidates.clear();
@@ -71,7 +74,7 @@ impl Sampler {
             self.candidates.retain(|c| weight(c.logit) >= floor);
         }
         let chosen = draw(self.candidates.iter().map(|c| weight(c.logit)), uniform);
-        chosen.map_or(top_id as TokenId, |i| self.candidates[i].id)
+        Some(chosen.map_or(top_id, |i| self.candidates[i].id))
     }
 
     /// Keeps the `k` first in sampling order; 0 keeps all.
@@ -158,7 +161,7 @@ mod tests {
 
     impl Sampler {
         fn token(&mut self, logits: &[f32], params: &SamplingParams, output_index: u32) -> TokenId {
-            self.sample(logits, &RowChoice::new(params, output_index))
+            self.sample(logits, &RowChoice::new(params, output_index)).expect("some token is possible")
         }
     }
 
@@ -182,7 +185,18 @@ mod tests {
         let holed = [1.0, 2.0, f32::NAN, 0.5];
         let drawn: Vec<_> = (0..200).map(|i| s.sample(&holed, &row(i))).collect();
         assert!(drawn.iter().enumerate().all(|(i, token)| *token == s.sample(&logits, &row(i as u32))));
-        assert!([0, 1, 3].iter().all(|token| drawn.contains(token)), "{drawn:?}");
+        assert!([0, 1, 3].iter().all(|token| drawn.contains(&Some(*token))), "{drawn:?}");
+    }
+
+    #[test]
+    fn nothing_is_chosen_where_nothing_is_possible() {
+        let mut s = Sampler::default();
+        for temperature in [0.0, 1.0] {
+            let row = RowChoice::new(&params(temperature), 0);
+            assert_eq!(s.sample(&[f32::NEG_INFINITY, f32::NAN], &row), None);
+            assert_eq!(s.sample(&[], &row), None);
+            assert_eq!(s.sample(&[f32::NEG_INFINITY, -1e30], &row), Some(1));
+        }
     }
 
     #[test]

@@ -129,6 +129,67 @@ fn forms_do_not_depend_on_the_batch_around() {
     }
 }
 
+/// The token of one character.
+fn token_of(server: &Server, text: &str) -> Value {
+    let told = server.post("/tokenize", &json!({"prompt": text, "add_special_tokens": false})).json();
+    assert_eq!(told["count"], 1, "{text:?} is one token");
+    told["tokens"][0].clone()
+}
+
+/// Nobody gets a token that is not allowed: what leaves none is an error, or the end where a form is complete.
+#[test]
+fn what_leaves_no_token_is_an_error() {
+    let served = serve_with(Fixture::named("chain"), 2, |command| command.flag("--overlap", "on"));
+    let server = &served.server;
+    let baseline = server.baseline();
+    let [a, b, x] = ["a", "b", "x"].map(|text| token_of(server, text));
+    for temperature in [0.0, 1.0] {
+        let with = |extra: Value| {
+            let mut body = body(server, "A", &extra);
+            body["temperature"] = json!(temperature);
+            body
+        };
+        // What is left: nothing at first, nothing behind `a`, and nothing but the end behind `a`.
+        for (extra, text, is_error) in [
+            (json!({"regex": "a+", "allowed_token_ids": [b, x]}), "", true),
+            (json!({"allowed_token_ids": [a], "bad_words": ["a"]}), "", true),
+            (json!({"regex": "ab", "allowed_token_ids": [a, x]}), "a", true),
+            (json!({"regex": "a|ab", "allowed_token_ids": [a]}), "a", false),
+        ] {
+            let body = with(extra);
+            let whole = server.post(COMPLETIONS, &body);
+            let document = whole.json();
+            let told = |error: &Value| {
+                assert_eq!(error["code"], "no_token_left", "{error}");
+                assert_eq!(error["type"], "invalid_request_error", "{error}");
+            };
+            if is_error {
+                assert_eq!(whole.status, 400, "{body}: {document}");
+                told(&document["error"]);
+            } else {
+                assert_eq!(document["choices"][0]["text"], text, "{body}: {document}");
+                assert_eq!(document["choices"][0]["finish_reason"], "stop", "{body}");
+            }
+            if is_error && text.is_empty() {
+                let mut body = body;
+                body["stream"] = json!(true);
+                let refused = server.post(COMPLETIONS, &body);
+                assert_eq!(refused.status, 400, "no head before the first token: {body}");
+                told(&refused.json()["error"]);
+                continue;
+            }
+            let streamed = server.stream(COMPLETIONS, &body);
+            assert_eq!(streamed.text, text, "{body}");
+            match is_error {
+                true => told(&streamed.error.expect("an error event")),
+                false => assert_eq!((&streamed.finishes[..], streamed.done), (&["stop".into()][..], true)),
+            }
+        }
+    }
+    server.after_check(&baseline, "A", " alpha beta gamma delta");
+    served.server.stop();
+}
+
 #[test]
 fn bad_grammars_are_refused_before_anything_runs() {
     let served = serve("chain", 2);
@@ -144,6 +205,9 @@ fn bad_grammars_are_refused_before_anything_runs() {
             json!({"json_schema": "{"}),
             json!({"guided_json": {"properties": wide}}),
             json!({"ebnf": "root ::= \"a\"{1,2}{"}),
+            json!({"guided_grammar": "start: start \"a\""}),
+            json!({"guided_json": {"enum": []}}),
+            json!({"guided_json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}),
             json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x",
                 "schema": {"$ref": "http://example.org/schema"}}}}),
         ] {

@@ -5,6 +5,10 @@ use serde::{Deserialize, Serialize};
 /// A vocabulary entry. Ids at or above the model's `vocab_size` are padding and never sampled.
 pub type TokenId = u32;
 
+/// Stands for a sampled token where none could be chosen: the request's constraints left none. It ends the request
+/// ([`FinishReason::NoToken`](crate::FinishReason::NoToken)) and is never an input of the model.
+pub const NO_TOKEN: TokenId = TokenId::MAX;
+
 /// A page of the KV pool; the same number means the same tokens on every rank of a replica.
 pub type PageId = u32;
 

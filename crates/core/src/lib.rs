@@ -28,7 +28,7 @@ pub use config::{
 pub use dtype::DType;
 pub use exit::ExitCode;
 pub use files::FileError;
-pub use ids::{PageId, RequestId, StepId, TokenId};
+pub use ids::{NO_TOKEN, PageId, RequestId, StepId, TokenId};
 pub use parallel::ParallelInfo;
 pub use refusal::Refusal;
-pub use sampling::{FinishReason, Grammar, SamplingParams};
+pub use sampling::{FinishReason, Grammar, JSON_WHITE_SPACE, SamplingParams};

@@ -49,6 +49,10 @@ pub struct SamplingParams {
     pub grammar: Option<Grammar>,
 }
 
+/// The white space that an answer's JSON may hold between two of its tokens, as a regular expression: a space or two,
+/// or a line feed and its indentation.
+pub const JSON_WHITE_SPACE: &str = r" {1,2}|\r?\n[ \t]{0,32}";
+
 /// The form an answer is held to: only tokens that can still lead to it may be chosen.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Grammar {
@@ -150,6 +154,8 @@ pub enum FinishReason {
     Length,
     /// The client left or asked for it.
     Abort,
+    /// What the request asks for left no token to choose ([`NO_TOKEN`](crate::NO_TOKEN)): its answer is an error.
+    NoToken,
 }
 
 impl FinishReason {
@@ -159,6 +165,7 @@ impl FinishReason {
             FinishReason::Stop => "stop",
             FinishReason::Length => "length",
             FinishReason::Abort => "abort",
+            FinishReason::NoToken => "error",
         }
     }
 }

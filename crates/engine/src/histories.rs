@@ -7,7 +7,7 @@
 
 use crate::masks::{MaskJob, MatcherSlot};
 use crate::{EngineError, Result};
-use lockstep_core::{RequestId, SamplingParams, TokenId};
+use lockstep_core::{NO_TOKEN, RequestId, SamplingParams, TokenId};
 use lockstep_scheduler::PlanRow;
 use lockstep_wire::TokenLogprobs;
 use std::collections::BTreeMap;
@@ -149,7 +149,8 @@ impl History {
         &self.matcher
     }
 
-    /// A token was chosen by `row`. The error is a bug: the plan and this rank know different tokens.
+    /// A token was chosen by `row`, or [`NO_TOKEN`]: whatever a step that is launched already makes of the rest is
+    /// thrown away. The error is a bug: the plan and this rank know different tokens.
     pub(crate) fn push(&mut self, row: &PlanRow, token: TokenId) -> Result<()> {
         if self.output_len != row.output_index as usize {
             return Err(EngineError::Internal(format!(
@@ -158,6 +159,9 @@ impl History {
             )));
         }
         self.output_len += 1;
+        if token == NO_TOKEN {
+            return Ok(());
+        }
         self.matcher.push(token);
         self.remember(&[token]);
         if row.sampling.has_penalties() {

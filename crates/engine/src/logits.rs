@@ -4,6 +4,9 @@
 //! (logit, id) pairs only; otherwise whole rows of logits are gathered and every rank does the same with them. The
 //! order for one row: the log-probabilities (from the logits as they are), then allowed tokens, the grammar or end
 //! tokens before `min_tokens`, bias, penalties, bad words, and the sampler.
+//!
+//! A row whose request leaves no token ends: with an end token where its grammar is complete, whatever else forbids
+//! that one, and with [`NO_TOKEN`] otherwise.
 
 use crate::grammars::GrammarSource;
 use crate::histories::Histories;
@@ -14,7 +17,7 @@ use lockstep_backend::sampler::{Sampler, argmax};
 use lockstep_backend::{Choice, RowChoice};
 use lockstep_comm::collective::Collective;
 use lockstep_core::shard::VocabShard;
-use lockstep_core::{RequestId, SamplingParams, TokenId};
+use lockstep_core::{NO_TOKEN, RequestId, SamplingParams, TokenId};
 use lockstep_scheduler::{PlanRow, StepPlan};
 use lockstep_wire::{StepLogprobs, TokenLogprobs, Vocabulary};
 
@@ -149,7 +152,7 @@ impl LogitsReader {
             let (row, logits) = (&plan.rows[row.row], &logits[..self.local_real]);
             let best = match row.sampling.grammar {
                 None => argmax(logits),
-                Some(_) => self.histories.of(row)?.matcher().best(logits, self.first_id, &self.eos_tokens),
+                Some(_) => self.histories.of(row)?.matcher().best(logits, self.first_id),
             };
             let (logit, column) = best.unwrap_or((f32::NEG_INFINITY, 0));
             // The id travels as the bits of an f32: gathers copy bytes, never values.
@@ -159,7 +162,7 @@ impl LogitsReader {
         self.gathered.resize(self.row.len() * collective.size(), 0.0);
         collective.all_gather_f32(&self.row, &mut self.gathered).map_err(EngineError::from)?;
         for (at, row) in rows.iter().enumerate() {
-            let mut best = (f32::NEG_INFINITY, 0);
+            let mut best = (f32::NEG_INFINITY, NO_TOKEN);
             for rank in 0..collective.size() {
                 let at = (rank * rows.len() + at) * 2;
                 // Ranks hold ascending ids, so a strict comparison keeps the smaller id on ties.
@@ -168,12 +171,32 @@ impl LogitsReader {
                 }
             }
             let row = &plan.rows[row.row];
-            if row.sampling.follows_output() {
-                self.histories.of(row)?.push(row, best.1)?;
-            }
-            tokens.push(best.1);
+            let found = (best.1 != NO_TOKEN).then_some(best.1);
+            tokens.push(self.decide(row, found)?);
         }
         Ok(())
+    }
+
+    /// What a row comes to that `found` this token, or none: remembered where the next one depends on it. Decided
+    /// here for all ways of choosing, from what all ranks know alike.
+    fn decide(&mut self, row: &PlanRow, found: Option<TokenId>) -> Result<TokenId> {
+        let params = &*row.sampling;
+        let token = match found {
+            Some(token) => token,
+            None if params.grammar.is_some() => {
+                self.histories.of(row)?.matcher().end_token(&self.eos_tokens).unwrap_or(NO_TOKEN)
+            }
+            None => NO_TOKEN,
+        };
+        if token == NO_TOKEN {
+            let restricts = params.changes_logits() || row.output_index < params.min_tokens;
+            let cause = if restricts { "its constraints exclude all" } else { "no logit is a number" };
+            tracing::warn!(request = %row.id, "no token can be chosen: {cause}");
+        }
+        if params.follows_output() {
+            self.histories.of(row)?.push(row, token)?;
+        }
+        Ok(token)
     }
 
     /// Whole rows of all ranks into `gathered` `[ranks, count, local_vocab]`.
@@ -232,11 +255,8 @@ impl LogitsReader {
             }
             false => &self.row,
         };
-        let token = self.sampler.sample(logits, &RowChoice::new(params, row.output_index));
-        if params.follows_output() {
-            self.histories.of(row)?.push(row, token)?;
-        }
-        Ok(token)
+        let found = self.sampler.sample(logits, &RowChoice::new(params, row.output_index));
+        self.decide(row, found)
     }
 
     /// Copies `self.row` into `self.adjusted`, changed as the request wants.
@@ -256,7 +276,7 @@ impl LogitsReader {
         }
         if params.grammar.is_some() {
             // It says where the answer ends, so `min_tokens` does not.
-            self.histories.of(row)?.matcher().apply(&mut self.adjusted, &self.eos_tokens);
+            self.histories.of(row)?.matcher().apply(&mut self.adjusted);
         } else if is_early {
             mask_end_tokens(&mut self.adjusted, &self.eos_tokens, params);
         }
@@ -283,7 +303,7 @@ impl LogitsReader {
         if row.prompt_logits {
             step.prompt = self.histories.of(row)?.take_prompt_logprobs();
         }
-        if let Some(count) = row.sampling.logprobs {
+        if let Some(count) = row.sampling.logprobs.filter(|_| token != NO_TOKEN) {
             step.output.push(Distribution::of(&self.row).report(token, count));
         }
         if step != StepLogprobs::default() {

@@ -21,22 +21,22 @@ pub(crate) struct MatcherSlot {
 
 impl MatcherSlot {
     /// Makes impossible what the grammar does not allow next.
-    pub(crate) fn apply(&self, logits: &mut [f32], eos_tokens: &[TokenId]) {
+    pub(crate) fn apply(&self, logits: &mut [f32]) {
         if let Some(matcher) = &self.matcher {
-            matcher.apply(logits, eos_tokens);
+            matcher.apply(logits);
         }
     }
 
+    /// The end token that the grammar allows next, if it may end here.
+    pub(crate) fn end_token(&self, eos_tokens: &[TokenId]) -> Option<TokenId> {
+        self.matcher.as_ref()?.end_token(eos_tokens)
+    }
+
     /// The largest logit that [`apply`](Self::apply) would leave, as [`Matcher::best`].
-    pub(crate) fn best(
-        &self,
-        logits: &[f32],
-        first_id: usize,
-        eos_tokens: &[TokenId],
-    ) -> Option<(f32, usize)> {
+    pub(crate) fn best(&self, logits: &[f32], first_id: usize) -> Option<(f32, usize)> {
         match &self.matcher {
             None => argmax(logits),
-            Some(matcher) => matcher.best(logits, first_id, eos_tokens),
+            Some(matcher) => matcher.best(logits, first_id),
         }
     }
 

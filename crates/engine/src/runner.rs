@@ -11,7 +11,7 @@ use crate::recordings::Recordings;
 use crate::{EngineError, Result};
 use lockstep_backend::{Backend, CHOSEN_BIT, RowChoice};
 use lockstep_comm::collective::Collective;
-use lockstep_core::{Grammar, PageId, RequestId, StepId, TokenId};
+use lockstep_core::{Grammar, NO_TOKEN, PageId, RequestId, StepId, TokenId};
 use lockstep_model::{Decoder, Workspace};
 use lockstep_scheduler::StepPlan;
 use lockstep_wire::{StepLogprobs, Vocabulary};
@@ -159,13 +159,17 @@ impl<B: Backend> ModelRunner<B> {
     }
 }
 
-/// The token sampled at `index` of step `step`, if that step is launched or the newest collected.
+/// The token sampled at `index` of step `step`, if that step is launched or the newest collected. Where none could be
+/// chosen its request is over, and what the row computes is thrown away: any token will do.
 fn sampled(launched: &VecDeque<Launched>, newest: &Launched, step: StepId, index: u32) -> Option<TokenId> {
     let holder = launched.iter().find(|l| l.step == step).or((newest.step == step).then_some(newest))?;
     match holder.is_on_device {
         // The device keeps the tokens of the step it was given last only.
         true => launched.back().is_some_and(|last| last.step == step).then_some(CHOSEN_BIT | index),
-        false => holder.chosen.tokens.get(index as usize).copied(),
+        false => holder.chosen.tokens.get(index as usize).map(|&token| match token {
+            NO_TOKEN => StepPlan::PLACEHOLDER,
+            token => token,
+        }),
     }
 }
 

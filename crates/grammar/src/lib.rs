@@ -8,11 +8,12 @@
 //! - A mask is a function of the vocabulary, the grammar and the tokens so far: equal on every rank, in every
 //!   batch and after a retraction. Matchers share no caches, since their fill would decide where a budget ends.
 //! - A grammar's cost is bounded before it is compiled ([`limits`]) and, per mask, by budgets of `llguidance`.
-//! - A grammar that fails while it runs (a budget of `llguidance` is used up) ends its own answer; it is never
-//!   an error of the server.
+//! - A grammar that fails while it runs (a budget of `llguidance` is used up) allows no token, which ends its own
+//!   answer with an error; it is never an error of the server.
 
 mod limits;
 mod matcher;
+mod satisfiable;
 mod vocabulary;
 
 pub use matcher::Matcher;
@@ -20,7 +21,8 @@ pub use vocabulary::{Checker, Grammars};
 
 use llguidance::api::TopLevelGrammar;
 use llguidance::{ParserFactory, TokenParser};
-use lockstep_core::Grammar;
+use lockstep_core::{Grammar, JSON_WHITE_SPACE};
+use serde_json::{Map, Value, json};
 
 /// Why a grammar cannot be used; a sentence for the client.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -67,12 +69,14 @@ fn compile(factory: &ParserFactory, grammar: &Grammar) -> Result<TokenParser, Gr
 fn source(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
     limits::check_size(grammar)?;
     Ok(match grammar {
-        Grammar::JsonObject => TopLevelGrammar::from_json_schema(serde_json::json!({"type": "object"})),
+        Grammar::JsonObject => {
+            TopLevelGrammar::from_json_schema(with_bounded_space(json!({"type": "object"})))
+        }
         Grammar::JsonSchema(text) => {
             let schema =
                 serde_json::from_str(text).map_err(|e| GrammarError(format!("it is not JSON: {e}")))?;
             limits::check_schema(&schema)?;
-            TopLevelGrammar::from_json_schema(schema)
+            TopLevelGrammar::from_json_schema(with_bounded_space(schema))
         }
         Grammar::Regex(pattern) => TopLevelGrammar::from_regex(pattern),
         Grammar::Lark(text) => {
@@ -81,6 +85,26 @@ fn source(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
         }
         Grammar::Choice(texts) => TopLevelGrammar::from_lark(choice(texts)),
     })
+}
+
+/// A schema that says nothing about white space, with [`JSON_WHITE_SPACE`]: without a bound a small model may write
+/// line feeds until its answer is cut off.
+fn with_bounded_space(schema: Value) -> Value {
+    let mut schema = match schema {
+        Value::Object(schema) => schema,
+        Value::Bool(true) => Map::new(),
+        other => return other,
+    };
+    let options = schema.entry("x-guidance").or_insert(Value::Null);
+    if options.is_null() {
+        *options = Value::Object(Map::new());
+    }
+    if let Value::Object(options) = options
+        && !["whitespace_flexible", "whitespace_pattern"].iter().any(|name| options.contains_key(*name))
+    {
+        options.insert("whitespace_pattern".into(), JSON_WHITE_SPACE.into());
+    }
+    Value::Object(schema)
 }
 
 /// A Lark grammar of literals; its strings are spelled like JSON's.

@@ -16,7 +16,7 @@ impl Matcher {
         Self { inner: llguidance::Matcher::new(parser.map_err(anyhow::Error::from)), mask: None }
     }
 
-    /// Of a grammar that cannot be had: it allows end tokens only.
+    /// Of a grammar that cannot be had: it allows no token.
     pub fn failed(reason: &str) -> Self {
         Self { inner: llguidance::Matcher::new(Err(anyhow::anyhow!("{reason}"))), mask: None }
     }
@@ -31,18 +31,24 @@ impl Matcher {
         self.mask = match self.inner.compute_mask_or_eos() {
             Ok(mask) => Some(mask),
             Err(error) => {
-                tracing::warn!("a grammar failed and ends its answer: {error}");
+                tracing::warn!("a grammar leaves no token: {error}");
                 None
             }
         };
     }
 
-    /// Makes impossible what the computed mask does not allow; everything but `eos_tokens` when the grammar has
-    /// failed. Needs a [`compute_mask`](Self::compute_mask) since the last [`push`](Self::push).
-    pub fn apply(&self, logits: &mut [f32], eos_tokens: &[TokenId]) {
+    /// Which of `eos_tokens` the computed mask allows: the first one, if the answer may end here.
+    pub fn end_token(&self, eos_tokens: &[TokenId]) -> Option<TokenId> {
+        let may_follow = |id: &TokenId| self.allowed(*id as usize) & 1 == 1;
+        eos_tokens.iter().copied().find(may_follow)
+    }
+
+    /// Makes impossible what the computed mask does not allow; everything when the grammar has failed. Needs a
+    /// [`compute_mask`](Self::compute_mask) since the last [`push`](Self::push).
+    pub fn apply(&self, logits: &mut [f32]) {
         for (index, part) in logits.chunks_mut(32).enumerate() {
             // Most words of most masks allow nothing at all.
-            match self.allowed(32 * index, eos_tokens) {
+            match self.allowed(32 * index) {
                 0 => part.fill(f32::NEG_INFINITY),
                 u32::MAX => {}
                 bits => {
@@ -57,10 +63,10 @@ impl Matcher {
     /// The largest logit that [`apply`](Self::apply) would leave, and its index in `logits`, which begin at token
     /// `first_id` of the vocabulary; ties go to the smaller index, NaN never wins. `None` when nothing is left that is
     /// larger than negative infinity.
-    pub fn best(&self, logits: &[f32], first_id: usize, eos_tokens: &[TokenId]) -> Option<(f32, usize)> {
+    pub fn best(&self, logits: &[f32], first_id: usize) -> Option<(f32, usize)> {
         let mut best = (f32::NEG_INFINITY, usize::MAX);
         for (index, part) in logits.chunks(32).enumerate() {
-            let bits = self.allowed(first_id + 32 * index, eos_tokens);
+            let bits = self.allowed(first_id + 32 * index);
             if bits == 0 || largest(part, bits) <= best.0 {
                 continue;
             }
@@ -74,11 +80,8 @@ impl Matcher {
     }
 
     /// Which of the 32 tokens from `first` on are allowed, a bit each.
-    fn allowed(&self, first: usize, eos_tokens: &[TokenId]) -> u32 {
-        let Some(mask) = &self.mask else {
-            let bits = eos_tokens.iter().filter_map(|&id| (id as usize).checked_sub(first));
-            return bits.filter(|bit| *bit < 32).fold(0, |bits, bit| bits | 1 << bit);
-        };
+    fn allowed(&self, first: usize) -> u32 {
+        let Some(mask) = &self.mask else { return 0 };
         let word = |at: usize| mask.as_slice().get(at).copied().unwrap_or(0);
         match first % 32 {
             0 => word(first / 32),
@@ -92,7 +95,7 @@ impl Matcher {
         if !self.inner.is_stopped()
             && let Err(error) = self.inner.consume_tokens(tokens)
         {
-            tracing::warn!("a grammar failed and ends its answer: {error}");
+            tracing::warn!("a grammar failed, so no token may follow: {error}");
         }
     }
 }

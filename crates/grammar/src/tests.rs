@@ -24,7 +24,7 @@ fn grammars() -> Grammars {
 fn allowed(matcher: &mut Matcher) -> Vec<TokenId> {
     matcher.compute_mask();
     let mut logits = vec![0.0; 260];
-    matcher.apply(&mut logits, &[EOS]);
+    matcher.apply(&mut logits);
     (0..260).filter(|id| logits[*id as usize] == 0.0).collect()
 }
 
@@ -72,10 +72,114 @@ fn special_tokens_are_never_text() {
 }
 
 #[test]
-fn a_wrong_token_ends_the_answer() {
+fn behind_a_wrong_token_nothing_is_allowed() {
     let mut matcher = grammars().matcher(&Grammar::Regex("[0-9]{3}".into()));
     matcher.push(&bytes("1x"));
-    assert_eq!(allowed(&mut matcher), [EOS]);
+    assert!(allowed(&mut matcher).is_empty());
+    assert_eq!(matcher.end_token(&[EOS]), None);
+    assert!(allowed(&mut Matcher::failed("no reason")).is_empty());
+}
+
+#[test]
+fn an_answer_may_end_where_its_grammar_is_complete() {
+    let mut matcher = grammars().matcher(&Grammar::Regex("ab*".into()));
+    for (text, end) in [("", None), ("a", Some(EOS)), ("b", Some(EOS))] {
+        matcher.push(&bytes(text));
+        matcher.compute_mask();
+        assert_eq!(matcher.end_token(&[7, EOS]), end, "{text:?}");
+    }
+}
+
+#[test]
+fn what_no_text_satisfies_is_refused() {
+    let checker = Checker::new(&vocabulary()).unwrap();
+    let schema = |value: serde_json::Value| Grammar::JsonSchema(value.to_string());
+    let lark = |text: &str| Grammar::Lark(text.into());
+    let needs_itself = json!({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]});
+    let in_a_list = json!({"type": "array", "items": {"$ref": "#"}, "minItems": 1});
+    let in_options = json!({"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {
+        "a": {"type": "array", "items": {"$ref": "#/$defs/b"}, "minItems": 1},
+        "b": {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"]}}});
+    for bad in [
+        lark("start: start \"a\""),
+        lark("start: \"a\" start"),
+        lark("start: \"x\" a\na: b \"1\"\nb: \"2\" a"),
+        lark("start: (\"a\" start)+"),
+        Grammar::Regex("[^\\s\\S]".into()),
+        schema(json!(false)),
+        schema(needs_itself),
+        schema(in_a_list),
+        schema(in_options),
+        schema(json!({"enum": []})),
+        schema(json!({"type": "string", "minLength": 3, "maxLength": 2})),
+        schema(json!({"type": "array", "minItems": 3, "maxItems": 2})),
+        schema(json!({"type": "integer", "minimum": 3, "maximum": 2})),
+        schema(json!({"type": "object", "minProperties": 3, "maxProperties": 2})),
+        schema(json!({"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]})),
+        schema(
+            json!({"type": "object", "properties": {"a": {"type": "string", "minLength": 3, "maxLength": 2}},
+            "required": ["a"]}),
+        ),
+        schema(json!({"allOf": [{"type": "string"}, {"type": "integer"}]})),
+        schema(
+            json!({"type": "object", "properties": {"a": {"type": "string", "pattern": "^a$", "minLength": 2}},
+            "required": ["a"]}),
+        ),
+        schema(json!({"allOf": [{"const": 1}, {"const": 2}]})),
+        schema(json!({"type": "string", "pattern": "^a+$", "minLength": 3, "maxLength": 2})),
+        schema(json!({"type": "object", "properties": {}, "required": ["a"], "additionalProperties": false})),
+    ] {
+        checker.check(&bad).expect_err(&format!("{bad:?}"));
+    }
+    let named = checker.check(&lark("start: \"x\" a\na: b \"1\"\nb: \"2\" a")).unwrap_err().to_string();
+    assert!(named.contains("rule \"a\" always needs itself"), "{named}");
+    for good in [
+        lark("start: start \"a\" | \"b\""),
+        lark("start: \"a\" start?"),
+        lark("start: (\"a\" start)*"),
+        schema(json!(true)),
+        schema(json!({"type": "object", "properties": {"a": {"$ref": "#"}}})),
+        schema(json!({"type": "array", "items": {"$ref": "#"}})),
+        schema(json!({"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+            "required": ["a"]})),
+        schema(json!({"type": "object", "properties": {"a": {"enum": []}}})),
+        schema(json!({"type": "string", "maxLength": 0})),
+        Grammar::Regex("".into()),
+    ] {
+        checker.check(&good).unwrap_or_else(|e| panic!("{good:?}: {e}"));
+    }
+}
+
+#[test]
+fn white_space_between_json_tokens_is_bounded() {
+    let after = |grammar: &Grammar, text: &str| {
+        let mut matcher = grammars().matcher(grammar);
+        matcher.push(&bytes(text));
+        allowed(&mut matcher)
+    };
+    let takes = |list: &[TokenId], c: char| list.contains(&u32::from(c));
+    let any = Grammar::JsonObject;
+    for text in ["{", "{ \"a\": 1, \"b\": [", "{\n  \"a\": {\n    \"b\":", "{\r\n\t\t\"a\""] {
+        let list = after(&any, text);
+        assert!(takes(&list, ' ') && takes(&list, '\n') && !takes(&list, '\t'), "{text:?} {list:?}");
+    }
+    let deep = format!("{{\n{}", " ".repeat(32));
+    assert!(takes(&after(&any, "{\n"), '\t'));
+    for text in ["{  ", "{\n\n", deep.as_str()] {
+        let list = after(&any, text);
+        assert!(!takes(&list, ' ') && !takes(&list, '\n'), "{text:?} {list:?}");
+    }
+    // A schema may say otherwise itself.
+    for (options, space, line_feed) in [
+        (json!({"whitespace_flexible": false}), false, false),
+        (json!({"whitespace_flexible": true}), true, true),
+        (json!({"whitespace_pattern": " +"}), true, false),
+        (json!(null), true, true),
+    ] {
+        let schema = Grammar::JsonSchema(json!({"type": "object", "x-guidance": options}).to_string());
+        let list = after(&schema, "{");
+        assert_eq!((takes(&list, ' '), takes(&list, '\n')), (space, line_feed), "{options}");
+    }
 }
 
 #[test]
@@ -141,7 +245,7 @@ fn the_best_of_a_shard_is_the_largest_that_the_mask_leaves() {
         grammars().matcher(&Grammar::Regex("(.|\n)*".into())),
     ];
     for mut matcher in matchers {
-        // Before a mask is computed, as after a failure, only the end token is allowed.
+        // Before a mask is computed, as after a failure, no token is allowed.
         for round in 0..2 {
             for seed in 0..40u32 {
                 // Few values, so that there are ties; NaN and both infinities among them.
@@ -153,7 +257,7 @@ fn the_best_of_a_shard_is_the_largest_that_the_mask_leaves() {
                 };
                 let logits: Vec<f32> = (0..260).map(value).collect();
                 let mut masked = logits.clone();
-                matcher.apply(&mut masked, &[EOS]);
+                matcher.apply(&mut masked);
                 for (first, end) in [(0, 260), (0, 100), (100, 260), (33, 97), (64, 128), (255, 260)] {
                     let mut want = None;
                     for (at, &logit) in masked[first..end].iter().enumerate() {
@@ -161,7 +265,7 @@ fn the_best_of_a_shard_is_the_largest_that_the_mask_leaves() {
                             want = Some((logit, at));
                         }
                     }
-                    assert_eq!(matcher.best(&logits[first..end], first, &[EOS]), want, "{first}..{end}");
+                    assert_eq!(matcher.best(&logits[first..end], first), want, "{first}..{end}");
                 }
             }
             if round == 0 {

@@ -1,7 +1,7 @@
 //! A model's vocabulary as grammars see it.
 
 use crate::matcher::Matcher;
-use crate::{GrammarError, compile, factory};
+use crate::{GrammarError, compile, factory, satisfiable};
 use llguidance::ParserFactory;
 use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 use lockstep_core::{Grammar, TokenId};
@@ -20,7 +20,7 @@ pub struct Grammars {
     kept: Mutex<Vec<(Grammar, Matcher)>>,
 }
 
-/// Tells grammars that can be compiled from others. Needs none of a model's vocabulary but its special tokens,
+/// Tells grammars that can be compiled and satisfied from others. Needs none of a model's vocabulary but its special tokens,
 /// which grammars may name: how text is cut into tokens decides nothing here.
 pub struct Checker {
     factory: ParserFactory,
@@ -37,9 +37,9 @@ impl Checker {
         Ok(Self { factory: factory(&env(&words, &[words.len() as TokenId - 1]))? })
     }
 
-    /// Whether `grammar` can be compiled; a millisecond for ordinary ones.
+    /// Whether `grammar` can be compiled and some text satisfies it; a millisecond for ordinary ones.
     pub fn check(&self, grammar: &Grammar) -> Result<(), GrammarError> {
-        compile(&self.factory, grammar).map(|_| ())
+        compile(&self.factory, grammar).and_then(satisfiable::check)
     }
 }
 

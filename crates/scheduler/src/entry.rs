@@ -145,14 +145,15 @@ impl Entry {
     }
 
     /// Why the request ends with the token just appended, if it does; `eos_tokens` are the model's.
-    /// An end token is legal only from output index `min_tokens` on, as in the sampler's mask.
+    /// An end token is legal only from output index `min_tokens` on, as in the sampler's mask; a grammar alone says
+    /// where its answer ends.
     pub fn finish_reason(&self, eos_tokens: &[TokenId]) -> Option<FinishReason> {
         let &token = self.tokens.last()?;
         let sampling = &self.sampling;
         let ends =
             (!sampling.ignore_eos && eos_tokens.contains(&token)) || sampling.stop_token_ids.contains(&token);
         let output_index = self.tokens.len() - self.prompt_len - 1;
-        if ends && output_index >= sampling.min_tokens as usize {
+        if ends && (sampling.grammar.is_some() || output_index >= sampling.min_tokens as usize) {
             return Some(FinishReason::Stop);
         }
         (self.tokens.len() == self.len_max).then_some(FinishReason::Length)

@@ -20,7 +20,7 @@ pub enum Event {
         /// Counts including this token.
         usage: Usage,
     },
-    /// The request ended without a further token (abort, deadline).
+    /// The request ended without a further token (abort, deadline, no token that could follow).
     Finished {
         /// The request.
         id: RequestId,

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{EOS, Harness, endless, prompt};
-use lockstep_core::{FinishReason, RequestId, SamplingParams, TokenId};
+use lockstep_core::{FinishReason, Grammar, NO_TOKEN, RequestId, SamplingParams, TokenId};
 use lockstep_scheduler::{
     CachePolicy, Event, OVERTAKEN_MAX, QueueOrder, Request, RowInput, Scheduler, SchedulerConfig, StepOrder,
 };
@@ -66,6 +66,77 @@ fn duplicates_empty_prompts_and_a_full_queue_are_refused() {
     scheduler.abort(RequestId(1));
     scheduler.submit(request(3, &[5]), 0).unwrap();
     scheduler.submit(request(3, &[5]), 0).unwrap_err();
+}
+
+#[test]
+fn a_request_without_a_token_to_choose_ends_alone() {
+    for overlap in [false, true] {
+        let mut scheduler = Scheduler::new(SchedulerConfig { overlap, ..config(16, 8) });
+        for id in [1, 2] {
+            scheduler.submit(Request::new(RequestId(id), prompt(id as u32, 5), endless(3)), 0).unwrap();
+        }
+        let steps: Vec<_> = std::iter::from_fn(|| scheduler.plan()).map(|plan| plan.step).collect();
+        assert_eq!(steps.len(), 1 + usize::from(overlap));
+        scheduler.complete(0, &[NO_TOKEN, 7]);
+        let mut events = Vec::new();
+        scheduler.take_events(&mut events);
+        let ended = |event: &Event| match event {
+            Event::Finished { id, finish, usage } => Some((id.0, *finish, usage.completion_tokens)),
+            Event::Token { .. } => None,
+        };
+        let expected = [(1, FinishReason::NoToken, 0)];
+        assert_eq!(events.iter().filter_map(ended).collect::<Vec<_>>(), expected, "overlap {overlap}");
+        scheduler.check().unwrap();
+        if overlap {
+            // What the step in flight makes of it is thrown away.
+            scheduler.complete(1, &[9, 8]);
+        }
+        while let Some(plan) = scheduler.plan() {
+            scheduler.complete(plan.step, &vec![8; plan.sample_count()]);
+        }
+        events.clear();
+        scheduler.take_events(&mut events);
+        assert!(
+            events.iter().all(|event| matches!(event, Event::Token { id: RequestId(2), .. })),
+            "{events:?}"
+        );
+        scheduler.check().unwrap();
+        assert!(!scheduler.has_work());
+    }
+}
+
+#[test]
+fn constraints_that_leave_no_first_token_are_refused() {
+    let mut scheduler = Scheduler::new(SchedulerConfig { eos_tokens: vec![EOS], ..config(16, 8) });
+    let mut submit = |id: u64, sampling: SamplingParams| {
+        scheduler.submit(Request::new(RequestId(id), prompt(1, 5), sampling), 0)
+    };
+    let allowed = |ids: &[TokenId]| SamplingParams { allowed_token_ids: Some(ids.to_vec()), ..endless(3) };
+    for (id, sampling) in [
+        SamplingParams { min_tokens: 1, ..allowed(&[EOS]) },
+        SamplingParams { min_tokens: 1, stop_token_ids: vec![7], ..allowed(&[EOS, 7]) },
+        SamplingParams { bad_words: vec![vec![7], vec![8]], ..allowed(&[7, 8]) },
+        SamplingParams { bad_words: vec![vec![7]], min_tokens: 2, ..allowed(&[7, EOS]) },
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let refusal = submit(id as u64, sampling).unwrap_err();
+        let told = (refusal.status, refusal.code.as_deref(), refusal.param.as_deref());
+        assert_eq!(told, (400, Some("no_token_left"), Some("allowed_token_ids")), "{}", refusal.message);
+    }
+    for (id, sampling) in [
+        allowed(&[EOS]),
+        SamplingParams { min_tokens: 1, ..allowed(&[EOS, 9]) },
+        SamplingParams { bad_words: vec![vec![7, 7]], ..allowed(&[7]) },
+        // A form says itself where the answer ends.
+        SamplingParams { min_tokens: 1, grammar: Some(Grammar::JsonObject), ..allowed(&[EOS]) },
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        submit(10 + id as u64, sampling).unwrap();
+    }
 }
 
 #[test]

@@ -123,6 +123,8 @@ pub struct ChatMessages {
 pub struct TextParams {
     /// The text ends before the earliest of these.
     pub stop: Vec<String>,
+    /// A stop string counts only where a later token than the first so many completes it.
+    pub min_tokens: u32,
     /// The text ends behind it instead, and shows the token that ended the answer if tokens of its kind are shown.
     pub keeps_stop: bool,
     /// Leave out special tokens (by id, never by text). Default true.

@@ -18,6 +18,7 @@ fn text_params() -> TextParams {
     let stop = vec!["é漢".into(), "\n".into()];
     TextParams {
         stop,
+        min_tokens: 3,
         keeps_stop: true,
         skip_special_tokens: true,
         echo: true,

@@ -246,6 +246,14 @@ impl Registry {
         }
         let Some(entry) = table.requests.remove(&id) else { return };
         drop(table);
+        if delta.finish == Some(FinishReason::NoToken) {
+            let refusal = no_token_left(delta.usage.completion_tokens);
+            // Before its first token an answer is nothing but the refusal.
+            if !(delta.text.is_empty() && delta.tokens.is_empty()) {
+                entry.sender.send(entry.choice, Event::Delta(Delta { finish: None, ..delta }));
+            }
+            return entry.sender.send(entry.choice, Event::Refused(refusal));
+        }
         let runs_on = delta.stop_string.is_some();
         entry.sender.send(entry.choice, Event::Delta(delta));
         if runs_on {
@@ -265,6 +273,15 @@ impl Registry {
             let _ = sender.send(reply);
         }
     }
+}
+
+/// The answer to a request that forbids every token, after so many.
+fn no_token_left(tokens: u32) -> Refusal {
+    let message = format!(
+        "no token is left to choose after {tokens} tokens of the answer: what the request asks of it (a form, \
+         allowed_token_ids, bad_words, min_tokens) forbids every token of the model; relax one of them"
+    );
+    Refusal::invalid(message).with_code("no_token_left")
 }
 
 /// The end of a request that somebody aborted.

@@ -123,7 +123,7 @@ pub(super) mod tests {
         tokens.into_iter().all(|token| {
             matcher.compute_mask();
             let mut logits = vec![0.0; 257];
-            matcher.apply(&mut logits, &[256]);
+            matcher.apply(&mut logits);
             matcher.push(&[token]);
             logits[token as usize] == 0.0
         })

@@ -48,7 +48,7 @@ pub(super) fn sampling_params(
     let of_prompt = prompt_logprobs(fields)?;
     let max_tokens = max_tokens(fields, endpoint, echo || of_prompt.is_some())?;
     let prompt_only = max_tokens == Some(0);
-    let min_tokens = fields.integer("min_tokens", 0..=u32::MAX.into())?.unwrap_or(0) as u32;
+    let min_tokens = min_tokens(fields)?;
     if let Some(max_tokens) = max_tokens
         && min_tokens > max_tokens
     {
@@ -81,6 +81,10 @@ pub(super) fn sampling_params(
         grammar: super::structured::grammar(fields)?,
     };
     Ok((params, prompt_only))
+}
+
+fn min_tokens(fields: &Fields<'_>) -> Result<u32, Refusal> {
+    Ok(fields.integer("min_tokens", 0..=u32::MAX.into())?.unwrap_or(0) as u32)
 }
 
 fn repetition_penalty(fields: &Fields<'_>) -> Result<f32, Refusal> {
@@ -247,7 +251,8 @@ pub(super) fn text_params(fields: &Fields<'_>, endpoint: Endpoint) -> Result<Tex
     let echo = endpoint == Endpoint::Completions && fields.boolean("echo")?.unwrap_or(false);
     let prompt_tokens = token_ids_wish(fields)? || prompt_logprobs(fields)?.is_some();
     let timing = fields.boolean("timing")?.unwrap_or(false);
-    Ok(TextParams { stop, keeps_stop, skip_special_tokens, echo, prompt_tokens, timing })
+    let min_tokens = min_tokens(fields)?;
+    Ok(TextParams { stop, min_tokens, keeps_stop, skip_special_tokens, echo, prompt_tokens, timing })
 }
 
 /// What the tokenizer is asked besides the prompt; the field of the grammar is filled in by the caller.

@@ -3,10 +3,11 @@
 use super::{LaunchedRow, Scheduler};
 use crate::entry::{Slot, State};
 use crate::event::Event;
-use lockstep_core::{FinishReason, StepId, TokenId};
+use lockstep_core::{FinishReason, NO_TOKEN, StepId, TokenId};
 
 impl Scheduler {
-    /// Takes the tokens of the oldest launched step: one per row that samples, in row order.
+    /// Takes the tokens of the oldest launched step: one per row that samples, in row order. [`NO_TOKEN`] ends its
+    /// request with [`FinishReason::NoToken`].
     ///
     /// A row of a request that has ended meanwhile (aborted, or, with overlap, ended one step earlier) is
     /// thrown away: its token is not reported and its pages are released now.
@@ -79,6 +80,11 @@ impl Scheduler {
 
     fn append_token(&mut self, slot: Slot, token: TokenId) {
         let entry = &mut self.entries[slot];
+        if token == NO_TOKEN {
+            let finish = FinishReason::NoToken;
+            self.events.push(Event::Finished { id: entry.id, finish, usage: entry.usage() });
+            return self.end_running(slot);
+        }
         entry.tokens.push(token);
         self.totals.generated_tokens += 1;
         let finish = entry.finish_reason(&self.config.eos_tokens);

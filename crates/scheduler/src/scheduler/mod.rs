@@ -16,7 +16,7 @@ use crate::entry::{Entries, Entry, Slot, State};
 use crate::event::{Counters, Event};
 use crate::queue::Queue;
 use crate::request::Request;
-use lockstep_core::{FinishReason, PageId, Refusal, RequestId, StepId};
+use lockstep_core::{FinishReason, PageId, Refusal, RequestId, SamplingParams, StepId};
 use lockstep_kvcache::{Hasher64, KvCache};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, VecDeque};
@@ -134,7 +134,7 @@ impl Scheduler {
     /// An answer has at most `context_max - prompt` tokens; a larger `max_tokens` is clipped to that.
     ///
     /// Errors: an empty prompt, a prompt that leaves no room for one token in the context or the pool, an
-    /// id in use, a full queue (503). A refused request leaves no trace.
+    /// id in use, `allowed_token_ids` of which none may come first, a full queue (503). A refused request leaves no trace.
     pub fn submit(&mut self, request: Request, now_ms: u64) -> Result<(), Refusal> {
         self.advance(now_ms);
         self.hash_input(1, request.id);
@@ -181,6 +181,7 @@ impl Scheduler {
             let message = format!("request {} is already known; ids must be unique", request.id);
             return Err(Refusal::internal(message));
         }
+        self.check_first_token(&request.sampling)?;
         // What has a running place free waits only for the next step: it does not count as waiting.
         let (open, config) = (self.queue.len() + self.running.len(), &self.config);
         if open >= config.max_running.saturating_add(config.waiting_max) {
@@ -191,6 +192,23 @@ impl Scheduler {
             .with_code("queue_full"));
         }
         Ok(())
+    }
+
+    /// Constraints that leave no first token need no step to be found out. What a grammar allows is not known here.
+    fn check_first_token(&self, sampling: &SamplingParams) -> Result<(), Refusal> {
+        let Some(allowed) = &sampling.allowed_token_ids else { return Ok(()) };
+        let is_early = sampling.min_tokens > 0 && sampling.grammar.is_none();
+        let ends = |id| self.config.eos_tokens.contains(id) || sampling.stop_token_ids.contains(id);
+        let is_bad = |id: &_| sampling.bad_words.iter().any(|word| word[..] == [*id]);
+        if allowed.iter().any(|id| !(is_early && ends(id)) && !is_bad(id)) {
+            return Ok(());
+        }
+        let count = allowed.len();
+        let message = format!(
+            "allowed_token_ids has {count} ids, but min_tokens or bad_words forbid each of them as the first token; \
+             allow at least one more"
+        );
+        Err(Refusal::invalid_param("allowed_token_ids", message).with_code("no_token_left"))
     }
 
     /// Ends a request in whatever state it is, with one [`Event::Finished`]. Idempotent; unknown ids and

@@ -36,6 +36,10 @@ pub struct RequestDecoder {
     utf8: Utf8Stream,
     cleanup: Option<CleanupStream>,
     stop: StopMatcher,
+    /// Tokens to come whose text completes no stop string.
+    unchecked_tokens: u32,
+    /// Whether the newest token's text may complete one.
+    checks_stop: bool,
     is_stopped: bool,
 }
 
@@ -49,6 +53,8 @@ impl RequestDecoder {
             utf8: Utf8Stream::default(),
             cleanup: cleans_up.then(CleanupStream::default),
             stop: StopMatcher::new(&params.stop, params.keeps_stop),
+            unchecked_tokens: params.min_tokens,
+            checks_stop: params.min_tokens == 0,
             is_stopped: false,
         }
     }
@@ -65,6 +71,8 @@ impl RequestDecoder {
         if self.is_stopped {
             return true;
         }
+        self.checks_stop = self.unchecked_tokens == 0;
+        self.unchecked_tokens = self.unchecked_tokens.saturating_sub(1);
         let Some(piece) = pieces.get(token) else { return false };
         if piece.is_special && self.skip_special_tokens {
             return false;
@@ -88,7 +96,7 @@ impl RequestDecoder {
         if let Some(cleanup) = &mut self.cleanup {
             let mut rest = String::new();
             cleanup.flush(&mut rest);
-            self.is_stopped = self.stop.push(&rest, out);
+            self.is_stopped = self.stop.push(&rest, self.checks_stop, out);
         }
         if !self.is_stopped {
             self.stop.flush(out);
@@ -169,11 +177,11 @@ impl RequestDecoder {
             return false;
         }
         self.is_stopped = match &mut self.cleanup {
-            None => self.stop.push(text, out),
+            None => self.stop.push(text, self.checks_stop, out),
             Some(cleanup) => {
                 let mut clean = String::new();
                 cleanup.push(text, &mut clean);
-                self.stop.push(&clean, out)
+                self.stop.push(&clean, self.checks_stop, out)
             }
         };
         self.is_stopped

@@ -45,9 +45,10 @@ impl StopMatcher {
         self.completed
     }
 
-    /// Takes the next piece and appends what may be shown to `out`. True when a stop string
+    /// Takes the next piece and appends what may be shown to `out`; only if `checks` can a stop string complete in it
+    /// (it may begin in one before). True when a stop string
     /// completed: `out` then ends right before it (or behind it, if it is kept) and the rest of the text is dropped.
-    pub(crate) fn push(&mut self, text: &str, out: &mut String) -> bool {
+    pub(crate) fn push(&mut self, text: &str, checks: bool, out: &mut String) -> bool {
         #[cfg(test)]
         super::work::add(text.len() * self.automata.len().max(1) + self.held.len());
         if self.automata.is_empty() {
@@ -56,7 +57,9 @@ impl StopMatcher {
         }
         for (index, &byte) in text.as_bytes().iter().enumerate() {
             let complete = self.automata.iter_mut().filter_map(|a| Some((a.step(byte)?, a.number)));
-            if let Some((stop_len, number)) = complete.max_by_key(|&(len, number)| (len, Reverse(number))) {
+            // Every automaton takes the byte.
+            let complete = complete.max_by_key(|&(len, number)| (len, Reverse(number)));
+            if let Some((stop_len, number)) = complete.filter(|_| checks) {
                 self.completed = Some(number);
                 self.held.push_str(&text[..=index]);
                 let hidden = if self.keeps_stop { 0 } else { stop_len };
@@ -67,7 +70,7 @@ impl StopMatcher {
             }
         }
         self.held.push_str(text);
-        let keep = self.automata.iter().map(|a| a.matched).max().unwrap_or(0);
+        let keep = self.automata.iter().map(Automaton::held).max().unwrap_or(0);
         let released = self.held.len() - keep;
         out.extend(self.held.drain(..released));
         false
@@ -94,8 +97,18 @@ impl Automaton {
         Self { number, stop: stop.into(), failure: failure.into(), matched: 0 }
     }
 
+    /// Bytes at the text's end that may become its stop string.
+    fn held(&self) -> usize {
+        let is_complete = self.matched == self.stop.len();
+        if is_complete { self.failure[self.matched - 1] as usize } else { self.matched }
+    }
+
     /// Consumes one byte; the stop string's length when it is complete.
     fn step(&mut self, byte: u8) -> Option<usize> {
+        // Complete, but not where it counted: what it ends with may begin another.
+        if self.matched == self.stop.len() {
+            self.matched = self.failure[self.matched - 1] as usize;
+        }
         while self.matched > 0 && self.stop[self.matched] != byte {
             self.matched = self.failure[self.matched - 1] as usize;
         }
@@ -110,8 +123,8 @@ mod tests {
     use crate::test_rng::Rng;
 
     /// The specification: grow the text character by character and look at its end.
-    fn naive(text: &str, stops: &[String], keeps_stop: bool) -> (String, Option<String>) {
-        for (index, c) in text.char_indices() {
+    fn naive(text: &str, from: usize, stops: &[String], keeps_stop: bool) -> (String, Option<String>) {
+        for (index, c) in text.char_indices().filter(|(index, _)| *index >= from) {
             let seen = &text[..index + c.len_utf8()];
             if let Some(stop) = stops.iter().filter(|s| seen.ends_with(s.as_str())).max_by_key(|s| s.len()) {
                 let hidden = if keeps_stop { 0 } else { stop.len() };
@@ -133,16 +146,21 @@ mod tests {
                 (0..1 + rng.below(3)).map(|_| random_text(&mut rng, 4)).filter(|s| !s.is_empty()).collect();
             let text = random_text(&mut rng, 14);
             let keeps_stop = rng.below(2) == 0;
-            let (expected, expected_stop) = naive(&text, &stops, keeps_stop);
+            let cut = rng.below(2) * rng.below(text.chars().count() + 1);
+            let unchecked = text.char_indices().nth(cut).map_or(text.len(), |(at, _)| at);
+            let (expected, expected_stop) = naive(&text, unchecked, &stops, keeps_stop);
             let mut matcher = StopMatcher::new(&stops, keeps_stop);
             let (mut out, mut stopped) = (String::new(), false);
-            let mut chars = text.chars();
+            if unchecked > 0 {
+                assert!(!matcher.push(&text[..unchecked], false, &mut out));
+            }
+            let mut chars = text[unchecked..].chars();
             loop {
                 let piece: String = chars.by_ref().take(1 + rng.below(3)).collect();
                 if piece.is_empty() || stopped {
                     break;
                 }
-                stopped = matcher.push(&piece, &mut out);
+                stopped = matcher.push(&piece, true, &mut out);
                 assert!(expected.starts_with(&out), "round {round}: released too much");
             }
             if !stopped {
@@ -157,9 +175,9 @@ mod tests {
     #[test]
     fn holds_back_only_what_can_still_become_a_stop_string() {
         let (mut matcher, mut out) = (StopMatcher::new(&["</s>".into()], false), String::new());
-        assert!(!matcher.push("a < b </", &mut out));
+        assert!(!matcher.push("a < b </", true, &mut out));
         assert_eq!(out, "a < b ");
-        assert!(!matcher.push("i>", &mut out));
+        assert!(!matcher.push("i>", true, &mut out));
         assert_eq!(out, "a < b </i>");
     }
 
@@ -168,7 +186,7 @@ mod tests {
         let (mut matcher, mut out) =
             (StopMatcher::new(&[format!("{}b", "a".repeat(1000))], false), String::new());
         for _ in 0..200_000 {
-            assert!(!matcher.push("a", &mut out));
+            assert!(!matcher.push("a", true, &mut out));
         }
         assert_eq!(out.len(), 200_000 - 1000);
     }

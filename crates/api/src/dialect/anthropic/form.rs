@@ -143,7 +143,7 @@ fn block_json(section: &Section) -> Value {
 /// no other word for an answer that is cut.
 fn end(finish: &Finish) -> (Value, Value) {
     let reason = match (finish.reason, &finish.stop) {
-        (FinishReason::Length | FinishReason::Abort, _) => "max_tokens",
+        (FinishReason::Length | FinishReason::Abort | FinishReason::NoToken, _) => "max_tokens",
         (FinishReason::Stop, _) if finish.has_calls => "tool_use",
         (FinishReason::Stop, Some(stop)) => return (json!("stop_sequence"), json!(stop)),
         (FinishReason::Stop, None) => "end_turn",

@@ -74,7 +74,7 @@ impl Response {
                     FinishReason::Length => {
                         ("incomplete", Value::Null, json!({"reason": "max_output_tokens"}), usage)
                     }
-                    FinishReason::Abort => {
+                    FinishReason::Abort | FinishReason::NoToken => {
                         ("failed", error_json("the server ended this answer early"), Value::Null, usage)
                     }
                 }
@@ -277,7 +277,7 @@ impl Form for Response {
         let kind = match finish.reason {
             FinishReason::Stop => "response.completed",
             FinishReason::Length => "response.incomplete",
-            FinishReason::Abort => "response.failed",
+            FinishReason::Abort | FinishReason::NoToken => "response.failed",
         };
         let output = self.output(&self.told.sections, &self.logprobs, item_status(&finish));
         let response = self.json(State::Ended(&finish, usage), output);

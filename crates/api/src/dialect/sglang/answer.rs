@@ -151,7 +151,9 @@ impl Answer {
                 },
             },
             FinishReason::Length => Reason::Length { length: finish.usage.completion_tokens },
-            FinishReason::Abort => Reason::Abort { message: "the request was aborted" },
+            FinishReason::Abort | FinishReason::NoToken => {
+                Reason::Abort { message: "the request was aborted" }
+            }
         }
     }
 

@@ -45,7 +45,7 @@ pub(super) fn choose<P: Probe>(backend: &mut P, mut random: Random) -> Case {
     } else {
         let mut sampler = Sampler::default();
         let all = values.chunks(padded).zip(&rows);
-        tokens.extend(all.map(|(logits, row)| sampler.sample(&logits[..vocab], row)));
+        tokens.extend(all.filter_map(|(logits, row)| sampler.sample(&logits[..vocab], row)));
     }
     let words = format!("{count} rows of {vocab}, spread {spread}, step {step}, holes {has_holes}");
     Ok((tokens.into_iter().map(|token| token as f32).collect(), words))
