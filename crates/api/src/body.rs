@@ -1,4 +1,4 @@
-//! Reading a request body: content type, size, JSON.
+//! Reading a request body: content type, size, JSON. What is left of a body that is refused is `unread`'s.
 
 use crate::config::{ApiConfig, Patience};
 use axum::body::{Body, Bytes};
@@ -9,11 +9,6 @@ use serde_json::{Map, Value};
 use std::time::Duration;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::Instant;
-
-/// How much of an oversized body is read and thrown away, in multiples of the limit, and for how
-/// long. A client that is still writing when the connection closes gets a reset instead of the 413.
-const DISCARD_FACTOR: usize = 8;
-const DISCARD_TIME: Duration = Duration::from_secs(5);
 
 /// Bytes of all request bodies that are being read, so that many large ones cannot take all memory.
 const BODIES_BYTES_MAX: usize = 512 << 20;
@@ -77,13 +72,9 @@ fn check_headers(headers: &HeaderMap, limit: usize) -> Result<(), Refusal> {
     {
         return Err(unsupported_media("compressed bodies are not supported; send the JSON as it is"));
     }
-    let expects_continue = headers.contains_key(header::EXPECT);
+    // At once, not when so much has come.
     let length = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<usize>().ok());
-    match length {
-        // The client waits for our word before it sends: nothing to throw away.
-        Some(length) if length > limit && expects_continue => Err(too_large(limit)),
-        _ => Ok(()),
-    }
+    if length.is_some_and(|length| length > limit) { Err(too_large(limit)) } else { Ok(()) }
 }
 
 fn unsupported_media(message: impl Into<String>) -> Refusal {
@@ -109,25 +100,25 @@ async fn read_bytes(
         let earned = Duration::from_secs((bytes.len() / Patience::BODY_BYTES_PER_S) as u64);
         let next = tokio::time::timeout_at(begin + patience + earned, chunks.next()).await;
         let Some(chunk) = next.map_err(|_| too_slow(patience, bytes.len()))? else { return Ok(bytes) };
-        let chunk: Bytes =
-            chunk.map_err(|e| Refusal::invalid(format!("the request body is incomplete: {e}")))?;
+        let chunk: Bytes = chunk.map_err(|e| unreadable(&e, bytes.len()))?;
         if bytes.len() + chunk.len() > limit {
-            let mut left = limit.saturating_mul(DISCARD_FACTOR);
-            let discard = async {
-                while let Some(Ok(chunk)) = chunks.next().await {
-                    left = left.saturating_sub(chunk.len());
-                    if left == 0 {
-                        break;
-                    }
-                }
-            };
-            // Either way the answer is the same; the time limit only bounds the courtesy.
-            let _ = tokio::time::timeout(DISCARD_TIME, discard).await;
             return Err(too_large(limit));
         }
         take_room(chunk.len())?;
         bytes.extend_from_slice(&chunk);
     }
+}
+
+/// A body that ends early, or whose chunks are not what HTTP/1.1 makes them.
+fn unreadable(error: &axum::Error, got: usize) -> Refusal {
+    let mut cause: &dyn std::error::Error = error;
+    while let Some(deeper) = cause.source() {
+        cause = deeper;
+    }
+    Refusal::invalid(format!(
+        "the request body cannot be read behind its first {got} bytes: {cause}; send all of it, with its Content-Length \
+         or in chunks as HTTP/1.1 writes them"
+    ))
 }
 
 fn too_slow(patience: Duration, got: usize) -> Refusal {
@@ -158,6 +149,69 @@ pub(crate) fn parse_object(bytes: &[u8]) -> Result<Map<String, Value>, Refusal> 
             e.column(),
             e.line()
         ))),
-        Err(e) => Err(Refusal::invalid(format!("the request body is not valid JSON: {e}"))),
+        Err(e) => Err(Refusal::invalid(match lone_surrogate(bytes) {
+            Some((escape, line, column)) => format!(
+                "the request body holds {escape} (column {column} of line {line}), one half of a character that JSON \
+                 writes as two escapes (a surrogate pair); send both halves, or the character itself"
+            ),
+            None => format!("the request body is not valid JSON: {e}"),
+        })),
+    }
+}
+
+/// The first escape of half a surrogate pair without its other half, in a string of `bytes`, with its line and column
+/// (in bytes, both from 1). Looks at strings only, so what else is wrong does not matter.
+fn lone_surrogate(bytes: &[u8]) -> Option<(&str, usize, usize)> {
+    let unit = |at: usize| {
+        let escape = std::str::from_utf8(bytes.get(at..at + ESCAPE_LEN)?).ok()?;
+        u16::from_str_radix(escape.strip_prefix("\\u")?, 16).ok()
+    };
+    let (mut in_string, mut at) = (false, 0);
+    while let Some(&byte) = bytes.get(at) {
+        match (byte, (in_string && byte == b'\\').then(|| unit(at)).flatten()) {
+            (b'\\', Some(0xD800..=0xDBFF)) if matches!(unit(at + ESCAPE_LEN), Some(0xDC00..=0xDFFF)) => {
+                at += 2 * ESCAPE_LEN;
+            }
+            (b'\\', Some(0xD800..=0xDFFF)) => {
+                let before = &bytes[..at];
+                let line_start = before.iter().rposition(|b| *b == b'\n').map_or(0, |at| at + 1);
+                let line = before.iter().filter(|b| **b == b'\n').count() + 1;
+                let escape = std::str::from_utf8(&bytes[at..at + ESCAPE_LEN]).ok()?;
+                return Some((escape, line, at - line_start + 1));
+            }
+            (b'\\', _) if in_string => at += 2,
+            (b'"', _) => {
+                in_string = !in_string;
+                at += 1;
+            }
+            _ => at += 1,
+        }
+    }
+    None
+}
+
+/// Bytes of `\uXXXX`.
+const ESCAPE_LEN: usize = 6;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn half_a_character_is_named_with_its_place() {
+        let refused = |text: &str| parse_object(text.as_bytes()).unwrap_err().message;
+        for (text, escape, place) in [
+            (r#"{"a": "\ud800"}"#, r"\ud800", "column 8 of line 1"),
+            ("{\n \"a\": \"\\ud83d\\ude00 x\\uDC00\"}", r"\uDC00", "column 22 of line 2"),
+            (r#"{"a": "\ud800\u0041"}"#, r"\ud800", "column 8 of line 1"),
+            (r#"{"a": "\\\ud800\\"}"#, r"\ud800", "column 10 of line 1"),
+        ] {
+            let message = refused(text);
+            assert!(message.contains(escape) && message.contains(place), "{text}: {message}");
+        }
+        // Neither an escaped backslash nor what is no JSON at all is one.
+        assert!(parse_object(br#"{"a": "\\ud800 \ud83d\ude00"}"#).is_ok());
+        assert!(refused(r#"{"a": \ud800}"#).contains("not valid JSON"));
+        assert!(refused(r#"{"a": "\u12"}"#).contains("not valid JSON"));
     }
 }

@@ -4,6 +4,7 @@
 //! ([`refuse`](crate::respond::refuse)); the outermost layer, [`in_the_endpoints_form`], rewrites it where the
 //! path belongs to another API. So keys, limits, unknown paths and panics are told in the right form too.
 
+use crate::dialect::anthropic_models;
 use crate::respond::{Answer, to_json};
 use axum::body::Body;
 use axum::extract::Request;
@@ -70,6 +71,16 @@ impl ErrorForm {
         }
     }
 
+    /// The form of the API that a request belongs to: that of its path, or of its client where APIs share the path.
+    fn of_request(request: &Request) -> Self {
+        let path = request.uri().path();
+        let is_shared = path == "/v1/models" || path.starts_with("/v1/models/");
+        match is_shared && anthropic_models::is_asked(request.headers()) {
+            true => Self::Anthropic,
+            false => Self::of_path(path),
+        }
+    }
+
     /// The body of an error, one line of JSON.
     pub(crate) fn json(self, refusal: &Refusal) -> String {
         let Refusal { status, kind, code, param, message } = refusal;
@@ -102,7 +113,7 @@ fn anthropic_kind(status: u16) -> &'static str {
 
 /// The layer around every endpoint.
 pub(crate) async fn in_the_endpoints_form(request: Request, next: Next) -> Answer {
-    let form = ErrorForm::of_path(request.uri().path());
+    let form = ErrorForm::of_request(&request);
     let mut answer = next.run(request).await;
     if let Some(refusal) = answer.extensions_mut().remove::<Refusal>()
         && form != ErrorForm::OpenAi

@@ -5,7 +5,7 @@ use crate::answer::{self, Label, Pending};
 use crate::body::{Bodies, read_object};
 use crate::config::unix_seconds;
 use crate::connection::Connection;
-use crate::dialect::{Dialect, Reading};
+use crate::dialect::{Dialect, Reading, anthropic_models};
 use crate::engine::EngineClient;
 use crate::errors::ErrorForm;
 use crate::metrics;
@@ -18,7 +18,7 @@ use crate::timing;
 use axum::body::Body;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{ConnectInfo, Path, State};
-use axum::http::{Method, Request, Uri};
+use axum::http::{HeaderMap, Method, Request, Uri};
 use lockstep_core::Refusal;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -43,8 +43,9 @@ pub(crate) async fn generate<D: Dialect>(
     ConnectInfo(connection): ConnectInfo<Connection>,
     request: Request<Body>,
 ) -> Answer {
-    match submit::<D>(&app, connection, request).await {
-        Ok((pending, stream)) => answer::answer(pending, stream).await,
+    match begin::<D>(&app, connection, request).await {
+        Ok(Begun::Submitted(pending, stream)) => answer::answer(*pending, stream).await,
+        Ok(Begun::WithoutText(value)) => json(&value),
         Err(refusal) => {
             tracing::debug!(refusal.status, refusal.message, "request refused");
             refuse(&refusal)
@@ -52,21 +53,44 @@ pub(crate) async fn generate<D: Dialect>(
     }
 }
 
-async fn submit<D: Dialect>(
+/// What a request has come to before its answer is written.
+enum Begun {
+    /// The engine works on it; whether its answer is a stream.
+    Submitted(Box<Pending>, bool),
+    /// It asks for no text, and this is the answer.
+    WithoutText(Value),
+}
+
+async fn begin<D: Dialect>(
     app: &App,
     connection: Connection,
     request: Request<Body>,
-) -> Result<(Pending, bool), Refusal> {
+) -> Result<Begun, Refusal> {
     let errors = ErrorForm::of_path(request.uri().path());
     let timing = timing::is_asked(request.headers())?;
     let body = read_object(request, &app.config, &app.bodies).await?;
-    let (mut call, echo) = D::read(body, &Reading { config: &app.config, policy: &app.policy })?;
+    let reading = Reading { config: &app.config, policy: &app.policy };
+    if let Some(answer) = D::without_text(&body, &reading)? {
+        return app.engine.refusing().map_or(Ok(Begun::WithoutText(answer)), Err);
+    }
+    let (mut call, echo) = D::read(body, &reading)?;
     if timing {
         call.ask_for_timing();
     }
+    submit::<D>(app, (connection, errors), call, echo)
+}
+
+/// Hands a call to the engine.
+fn submit<D: Dialect>(
+    app: &App,
+    (connection, errors): (Connection, ErrorForm),
+    mut call: Call,
+    echo: D::Echo,
+) -> Result<Begun, Refusal> {
     let hold = connection.hold();
     let stop = call.requests.first().map(|request| request.text.stop.clone()).unwrap_or_default();
-    let mut generation = app.engine.submit(std::mem::take(&mut call.requests), call.n)?;
+    let generation = app.engine.submit(std::mem::take(&mut call.requests), call.n);
+    let mut generation = generation.map_err(|refusal| D::NAMES.in_their_terms(refusal))?;
     let serial = format!("{:08x}{:08x}", app.run_id, generation.id().0);
     let model = app.config.served_model_name.clone();
     let form = D::form(Label { serial: serial.clone(), created: unix_seconds(), model }, &call, echo);
@@ -77,18 +101,30 @@ async fn submit<D: Dialect>(
     let names = D::NAMES;
     let pending =
         Pending { generation, hold, form, errors, names, serial, per_prompt, parsing, stop, prompt_only };
-    Ok((pending, stream))
+    Ok(Begun::Submitted(Box::new(pending), stream))
 }
 
 /// `GET /v1/models`
-pub(crate) async fn models(State(app): State<Arc<App>>) -> Answer {
+pub(crate) async fn models(State(app): State<Arc<App>>, headers: HeaderMap) -> Answer {
+    if anthropic_models::is_asked(&headers) {
+        return json(&anthropic_models::list(&app.config));
+    }
     json(&json!({ "object": "list", "data": [model_card(&app.config)] }))
 }
 
 /// `GET /v1/models/{id}`; ids may contain slashes.
-pub(crate) async fn model(State(app): State<Arc<App>>, path: Result<Path<String>, PathRejection>) -> Answer {
+pub(crate) async fn model(
+    State(app): State<Arc<App>>,
+    headers: HeaderMap,
+    path: Result<Path<String>, PathRejection>,
+) -> Answer {
     match path {
-        Ok(Path(id)) if id == app.config.served_model_name => json(&model_card(&app.config)),
+        Ok(Path(id)) if id == app.config.served_model_name => {
+            json(&match anthropic_models::is_asked(&headers) {
+                true => anthropic_models::card(&app.config),
+                false => model_card(&app.config),
+            })
+        }
         Ok(Path(id)) => refuse(&request::model_not_found(&id, &app.config)),
         Err(_) => refuse(&request::model_not_found("(not UTF-8)", &app.config)),
     }

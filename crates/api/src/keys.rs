@@ -2,7 +2,8 @@
 //!
 //! With keys, every request needs `Authorization: Bearer <key>` or, as Anthropic's clients send it,
 //! `x-api-key: <key>`, except `/health` and what begins so (for whoever restarts
-//! the server) and `OPTIONS` (browsers ask without the key). A request without one costs a header read.
+//! the server) and `OPTIONS` (browsers ask without the key). Where a request carries several keys (a proxy's beside
+//! the client's), one that is right suffices. A request without one costs a header read.
 
 use crate::respond::{Answer, refuse};
 use axum::body::Body;
@@ -50,21 +51,26 @@ fn equal(known: &[u8], given: &[u8]) -> bool {
 pub(crate) async fn check(State(keys): State<Arc<ApiKeys>>, request: Request, next: Next) -> Answer {
     let is_free =
         keys.is_empty() || request.method() == Method::OPTIONS || request.uri().path().starts_with("/health");
-    let key = bearer(request.headers()).or_else(|| api_key(request.headers()));
-    if is_free || key.is_some_and(|key| keys.contains(key)) {
+    let has_key = {
+        let given = bearers(request.headers()).chain(api_keys(request.headers()));
+        given.fold(false, |found, key| keys.contains(key) | found)
+    };
+    if is_free || has_key {
         return next.run(request).await;
     }
     unauthorized(request)
 }
 
-fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
-    let (scheme, key) = headers.get(header::AUTHORIZATION)?.as_bytes().split_at_checked("Bearer ".len())?;
-    scheme.eq_ignore_ascii_case(b"Bearer ").then(|| key.trim_ascii())
+fn bearers(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
+    headers.get_all(header::AUTHORIZATION).iter().filter_map(|value| {
+        let (scheme, key) = value.as_bytes().split_at_checked("Bearer ".len())?;
+        scheme.eq_ignore_ascii_case(b"Bearer ").then(|| key.trim_ascii())
+    })
 }
 
 /// Anthropic's header.
-fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
-    headers.get("x-api-key").map(|key| key.as_bytes().trim_ascii())
+fn api_keys(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
+    headers.get_all("x-api-key").iter().map(|key| key.as_bytes().trim_ascii())
 }
 
 fn unauthorized(request: Request<Body>) -> Answer {

@@ -15,6 +15,7 @@
 
 mod answer;
 mod body;
+mod clock;
 pub mod config;
 mod connection;
 pub mod control;
@@ -42,6 +43,7 @@ pub mod server;
 mod text;
 mod timing;
 pub mod transport;
+mod unread;
 
 pub use config::{
     ApiConfig, CONNECTIONS_MAX, Cors, Patience, ProcessInfo, ProcessList, SamplingDefaults, Watched,
@@ -51,6 +53,7 @@ pub use engine::{EngineClient, EngineInbound, EngineLink, Outbound, dispatch};
 pub use error::ApiError;
 pub use keys::ApiKeys;
 pub use listen::TURNED_AWAY_MAX;
+pub use request::check_chat_fields;
 pub use server::serve;
 pub use transport::{Tls, TlsError};
 

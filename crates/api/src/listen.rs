@@ -15,10 +15,11 @@ use crate::errors::ErrorForm;
 use crate::request::policy::shorten;
 use crate::respond::{Answer, refuse};
 use crate::transport::{Tls, Transport};
+use crate::unread;
 use axum::Router;
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::ConnectInfo;
-use axum::http::Request;
+use axum::http::{Method, Request, Version, header};
 use axum::middleware::Next;
 use http_body::{Frame, SizeHint};
 use hyper::body::Incoming;
@@ -183,11 +184,21 @@ async fn serve_connection(
     let client = connection.clone();
     let service = service_fn(move |request: Request<Incoming>| {
         let serving = client.serve();
-        let mut request = request.map(Body::new);
+        let (mut request, watch) = match is_http_2 {
+            // Its streams do not stand in each other's way.
+            true => (request.map(Body::new), None),
+            false => {
+                let (request, watch) = unread::watch(request);
+                (request, Some(watch))
+            }
+        };
         request.extensions_mut().insert(ConnectInfo(client.clone()));
         let answer = routes.call(request);
         async move {
-            let answer = answer.await?;
+            let mut answer = answer.await?;
+            if let Some(watch) = watch {
+                watch.settle(&mut answer).await;
+            }
             Ok::<_, Infallible>(answer.map(|body| Body::new(Served { body, _serving: serving })))
         }
     });
@@ -253,7 +264,7 @@ where
 }
 
 /// The layer in front of everything: refuses requests on connections that are turned away (but for `/health`, which
-/// tells that the server is well), and heads that are too large.
+/// tells that the server is well), and heads that are too large or that HTTP does not allow.
 pub(crate) async fn check_head(
     ConnectInfo(connection): ConnectInfo<Connection>,
     request: Request<Body>,
@@ -264,6 +275,9 @@ pub(crate) async fn check_head(
         let message =
             format!("the server has {connections_max} connections open, its limit; try again later");
         return refuse(&Refusal::unavailable(message).with_code("too_many_connections"));
+    }
+    if let Err(refusal) = check_address(&request) {
+        return refuse(&refusal);
     }
     let headers = request.headers();
     let fields = headers.iter().map(|(name, value)| name.as_str().len() + value.len() + ": \r\n".len());
@@ -279,6 +293,23 @@ pub(crate) async fn check_head(
     );
     let refusal = Refusal::with_status(431, "invalid_request_error", message);
     refuse(&refusal.with_code("header_too_large"))
+}
+
+/// HTTP/1.1 asks for one `Host` (RFC 9112, section 3.2), and a server that is no proxy has no use for CONNECT.
+fn check_address(request: &Request<Body>) -> Result<(), Refusal> {
+    if request.method() == Method::CONNECT {
+        let message =
+            "CONNECT asks for a tunnel, but this server is no proxy; send requests to its own address";
+        return Err(Refusal::with_status(501, "invalid_request_error", message).with_code("not_implemented"));
+    }
+    let hosts = request.headers().get_all(header::HOST).iter().count();
+    if request.version() == Version::HTTP_11 && hosts != 1 {
+        let message = format!(
+            "an HTTP/1.1 request has one Host header field, this one has {hosts}; send Host: <the server>"
+        );
+        return Err(Refusal::invalid(message).with_code("bad_host"));
+    }
+    Ok(())
 }
 
 /// The answer to a head that does not end: hyper has nothing to answer yet, so this is written by hand.

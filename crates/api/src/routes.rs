@@ -124,7 +124,8 @@ pub(crate) const ROUTES: &[Route] = &[
         || get(handlers::models),
         Operation::get(
             "ModelList",
-            "the served model; `max_model_len` is the context limit that is enforced (prompt + answer, tokens)",
+            "the served model; `max_model_len` is the context limit that is enforced (prompt + answer, tokens). With the \
+             header `anthropic-version` in Anthropic's form",
         ),
     ),
     route(

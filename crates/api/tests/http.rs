@@ -28,6 +28,20 @@ async fn models() {
     }
 }
 
+/// Anthropic's clients name their version of the API with every request.
+#[tokio::test]
+async fn models_in_anthropics_form() {
+    let server = Server::start().await;
+    let ask =
+        |path: &str| get(path).replacen("Host: x\r\n", "Host: x\r\nanthropic-version: 2023-06-01\r\n", 1);
+    let card = json!({"type": "model", "id": "org/tiny", "display_name": "org/tiny", "created_at": "2023-11-14T22:13:20Z"});
+    let list = json!({"data": [card], "has_more": false, "first_id": "org/tiny", "last_id": "org/tiny"});
+    assert_eq!(server.ask(ask("/v1/models")).await.json(), list);
+    assert_eq!(server.ask(ask("/v1/models/org/tiny")).await.json(), card);
+    let error = server.ask(ask("/v1/models/other")).await;
+    assert_eq!((error.status, &error.json()["error"]["type"]), (404, &json!("not_found_error")));
+}
+
 #[tokio::test]
 async fn health_version_and_root() {
     let server = Server::start().await;
@@ -240,6 +254,73 @@ async fn too_large_a_body_is_413_while_the_client_is_still_sending() {
         ))
         .await;
     client.reply().await.error(413);
+    server.engine.expect_silence();
+}
+
+/// An answer that ends its connection says so, and comes without the body of which nothing is wanted.
+#[tokio::test]
+async fn an_answer_before_its_body_closes_the_connection_and_says_so() {
+    let server = Server::start_with(ApiConfig { body_bytes_max: 100_000, ..config() }, 1, 100).await;
+    let head = |fields: &str| format!("POST {CHAT} HTTP/1.1\r\nHost: x\r\n{fields}\r\n");
+    for (request, status) in [
+        (head("Content-Length: 700000\r\n"), 413),
+        (head("Content-Length: 700000\r\nExpect: 100-continue\r\n"), 413),
+        (head("Content-Length: 90000\r\nContent-Type: text/plain\r\n"), 415),
+        (head("Content-Length: 10\r\nContent-Type: text/plain\r\n"), 415),
+        (head("Transfer-Encoding: chunked\r\nContent-Type: text/plain\r\n"), 415),
+    ] {
+        let mut client = server.connect().await;
+        client.send(&request).await;
+        let reply = client.reply().await;
+        assert_eq!(reply.status, status, "{request}");
+        assert_eq!(reply.headers.get("connection").map(String::as_str), Some("close"), "{request}");
+        assert_eq!(client.rest().await, b"", "{request}");
+    }
+    // A small body that is there does not cost the connection.
+    let mut client = server.connect().await;
+    for _ in 0..2 {
+        client.send(head("Content-Length: 2\r\nContent-Type: text/plain\r\n") + "{}").await;
+        let reply = client.reply().await;
+        assert_eq!((reply.status, reply.headers.get("connection")), (415, None));
+    }
+}
+
+#[tokio::test]
+async fn heads_that_http_does_not_allow() {
+    let server = Server::start().await;
+    for (head, status, code) in [
+        ("GET /version HTTP/1.1\r\n\r\n", 400, "bad_host"),
+        ("GET /version HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, "bad_host"),
+        ("CONNECT example.org:443 HTTP/1.1\r\nHost: example.org:443\r\n\r\n", 501, "not_implemented"),
+    ] {
+        assert_eq!(server.ask(head).await.error(status)["code"], code, "{head}");
+    }
+    assert_eq!(server.ask("GET /version HTTP/1.0\r\n\r\n").await.status, 200, "1.0 knows no Host");
+}
+
+/// What is wrong with a body is told in words that help.
+#[tokio::test]
+async fn broken_bodies_are_explained() {
+    let server = Server::start().await;
+    let chunked = format!("POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n");
+    for (request, words) in [
+        (post(CHAT, r#"{"messages": "\ud800"}"#), "holds \\ud800 (column 15 of line 1)"),
+        (chunked, "cannot be read behind its first 0 bytes"),
+    ] {
+        let error = server.ask(&request).await.error(400);
+        assert!(error["message"].as_str().unwrap().contains(words), "{error}");
+    }
+}
+
+/// More choices than the server ever has open could never be served.
+#[tokio::test]
+async fn more_choices_than_the_server_takes_are_a_400() {
+    let mut server = Server::start_with(config(), 1, 4).await;
+    for body in [r#"{"prompt":"a","n":5}"#, r#"{"prompt":["a","b","c"],"n":2}"#] {
+        let error = server.ask(post(COMPLETIONS, body)).await.error(400);
+        assert_eq!(error["param"], "n", "{error}");
+        assert!(error["message"].as_str().unwrap().contains("4 requests at most"), "{error}");
+    }
     server.engine.expect_silence();
 }
 

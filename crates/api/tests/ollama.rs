@@ -244,7 +244,9 @@ async fn refusals_are_ollamas_and_name_its_fields() {
         ),
         (CHAT, json!({"messages": [{"role": "user"}]}), 400, "messages[0].content "),
         (CHAT, json!({"messages": user, "options": {"num_predict": "x"}}), 400, "options.num_predict "),
-        (CHAT, json!({"messages": user, "options": {"num_ctx": 65}}), 400, "options.num_ctx "),
+        (CHAT, json!({"messages": user, "options": {"num_ctx": 0}}), 400, "options.num_ctx "),
+        (CHAT, json!({"messages": [], "model": "other"}), 404, "the model \"other\""),
+        (GENERATE, json!({"options": 5, "prompt": "a"}), 400, "options "),
         (CHAT, json!({"messages": user, "options": {"repeat_penalty": 0}}), 400, "options.repeat_penalty "),
         (CHAT, json!({"messages": user, "options": {"mirostat": 1}}), 400, "options.mirostat "),
         (CHAT, json!({"messages": user, "format": "yaml"}), 400, "format "),
@@ -359,4 +361,44 @@ async fn log_probabilities_stand_beside_their_text() {
     assert_eq!(request.sampling.logprobs, None);
     server.engine.finish(request.id, "x", FinishReason::Stop);
     assert!(client.reply().await.json().get("logprobs").is_none());
+}
+
+#[tokio::test]
+async fn requests_without_a_prompt_load_and_unload_at_once() {
+    let mut server = Server::start().await;
+    for (path, body, reason) in [
+        (GENERATE, json!({"model": "org/tiny:latest"}), "load"),
+        (GENERATE, json!({"prompt": "", "keep_alive": "5m"}), "load"),
+        (GENERATE, json!({"prompt": null, "keep_alive": 0}), "unload"),
+        (CHAT, json!({"messages": [], "keep_alive": -1}), "load"),
+        (CHAT, json!({"keep_alive": "0s", "stream": false}), "unload"),
+    ] {
+        let reply = server.ask(post(path, &body.to_string())).await;
+        assert_eq!(reply.status, 200, "{body}: {}", reply.text());
+        let answer = reply.json();
+        assert_eq!((&answer["done"], &answer["done_reason"]), (&json!(true), &json!(reason)), "{body}");
+        assert_eq!(answer["model"], "org/tiny");
+        let text = if path == CHAT { &answer["message"]["content"] } else { &answer["response"] };
+        assert_eq!(text, "", "{body}");
+    }
+    server.engine.expect_silence();
+}
+
+/// What its Python client sends where all options are set to Ollama's defaults.
+#[tokio::test]
+async fn the_defaults_of_ollamas_clients_are_taken() {
+    let mut server = Server::start().await;
+    let mut client = server.connect().await;
+    for (window, penalty) in [(64, 1.1), (-1, 1.1), (0, 1.0)] {
+        let options = json!({"num_ctx": 131_072, "repeat_last_n": window, "repeat_penalty": 1.1, "penalize_newline": false,
+            "mirostat": 0, "mirostat_eta": 0.1, "mirostat_tau": 5.0, "tfs_z": 1, "typical_p": 1.0, "num_keep": 4,
+            "logits_all": false, "embedding_only": false});
+        client
+            .send(post(GENERATE, &json!({"prompt": "a", "options": options, "stream": false}).to_string()))
+            .await;
+        let request = server.engine.request().await;
+        assert_eq!(request.sampling.repetition_penalty, penalty, "repeat_last_n {window}");
+        server.engine.finish(request.id, "x", FinishReason::Stop);
+        assert_eq!(client.reply().await.status, 200);
+    }
 }

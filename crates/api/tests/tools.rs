@@ -237,8 +237,21 @@ async fn keys_open_everything_but_health() {
     for header in ["Authorization: Bearer first\r\n", "authorization: bearer second\r\n"] {
         assert_eq!(server.ask(get("/v1/models", header)).await.status, 200, "{header}");
     }
-    let wrong =
-        ["", "Authorization: Bearer firs\r\n", "Authorization: Basic first\r\n", "Authorization: first\r\n"];
+    // A proxy's key beside the client's: one that is right suffices.
+    for header in [
+        "Authorization: Bearer wrong\r\nx-api-key: first\r\n",
+        "x-api-key: wrong\r\nAuthorization: Bearer second\r\n",
+        "Authorization: Basic eA==\r\nAuthorization: Bearer first\r\n",
+    ] {
+        assert_eq!(server.ask(get("/v1/models", header)).await.status, 200, "{header}");
+    }
+    let wrong = [
+        "",
+        "Authorization: Bearer no\r\nx-api-key: neither\r\n",
+        "Authorization: Bearer firs\r\n",
+        "Authorization: Basic first\r\n",
+        "Authorization: first\r\n",
+    ];
     for header in wrong {
         let reply = server.ask(get("/v1/models", header)).await;
         assert_eq!(

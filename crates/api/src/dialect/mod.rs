@@ -16,7 +16,7 @@ mod sglang;
 mod translation;
 mod turns;
 
-pub(crate) use anthropic::{Messages, count_tokens};
+pub(crate) use anthropic::{Messages, count_tokens, models as anthropic_models};
 pub(crate) use openai::{Chat, Completions};
 pub(crate) use responses::{INCLUDES as RESPONSE_INCLUDES, Responses};
 pub(crate) use sglang::Generate as SglangGenerate;
@@ -38,6 +38,11 @@ pub(crate) trait Dialect: 'static {
 
     /// What of the request only the answer's form needs.
     type Echo: Send;
+
+    /// The answer to a request that asks for no text, if it is one.
+    fn without_text(_body: &Map<String, Value>, _reading: &Reading<'_>) -> Result<Option<Value>, Refusal> {
+        Ok(None)
+    }
 
     /// Reads a request: checks its fields, translates it, and has it [`validated`](Self::validated). Refusals
     /// name fields as the client does.

@@ -109,8 +109,12 @@ impl EngineClient {
     /// have the same prompt: they go to one tokenizer, so that they reach the scheduler in order and share the
     /// first one's prefill.
     ///
-    /// Errors with a 503 when the server is draining, failed or full; then nothing was sent.
+    /// Errors with a 503 when the server is draining, failed or full, and with a 400 when even an idle one could not
+    /// take so many at once; then nothing was sent.
     pub(crate) fn submit(&self, requests: Vec<NewRequest>, n: usize) -> Result<Generation, Refusal> {
+        if requests.len() > self.requests_open_max() {
+            return Err(too_many_choices(requests.len(), self.requests_open_max()));
+        }
         let (sender, events) = events::channel(requests.len());
         let mut entries = Vec::with_capacity(requests.len());
         let mut sends = Vec::with_capacity(requests.len());
@@ -214,6 +218,16 @@ impl EngineClient {
     pub(crate) async fn idle(&self) {
         self.registry.idle().await;
     }
+}
+
+/// The 400 for an answer of more choices than the server ever has open: it would be refused for ever.
+fn too_many_choices(choices: usize, requests_open_max: usize) -> Refusal {
+    let message = format!(
+        "n makes {choices} choices (per prompt, times the prompts), but this server runs and keeps waiting \
+         {requests_open_max} requests at most (--max-running and --max-waiting); ask for fewer choices, or for some in \
+         a further request"
+    );
+    Refusal::invalid_param("n", message)
 }
 
 /// The open requests behind one HTTP answer.

@@ -1,7 +1,7 @@
 //! The fields of Ollama's requests.
 
 use super::fields::Kind::{Bool, Integer, Number, Shape, Text};
-use super::fields::{Field, FieldTable, Neutral, body_schema, ignored, read, required, unsupported};
+use super::fields::{Field, FieldTable, Neutral, body_schema, ignored, read, unsupported};
 use super::requests::OPEN;
 use super::shapes;
 use crate::request::limits::{
@@ -28,15 +28,15 @@ pub(crate) const SHOW: FieldTable = FieldTable { name: "OllamaShowRequest", grou
 
 #[rustfmt::skip]
 const CHAT_OWN: &[Field] = &[
-    required("messages", Shape(MESSAGES),
-        "as in OpenAI's chat, but calls hold their arguments as objects; `thinking` reaches the template as \
+    read("messages", Shape(MESSAGES), "as empty",
+        "an empty list asks for no text, see below; as in OpenAI's chat, but calls hold their arguments as objects; `thinking` reaches the template as \
          `reasoning_content`, `tool_name` as `name`; `images` are 400. A last message of the assistant's is continued"),
     read("tools", Shape(shapes::TOOLS), "none", "as in OpenAI's chat"),
 ];
 
 #[rustfmt::skip]
 const GENERATE_OWN: &[Field] = &[
-    required("prompt", Text, "a chat of one message behind the system's"),
+    read("prompt", Text, "as empty", "a chat of one message behind the system's; an empty one asks for no text, see below"),
     read("system", Text, "none", ""),
     read("raw", Bool, "false",
         "the prompt as it is, also where the model has no chat template; `system` is then 400"),
@@ -66,7 +66,7 @@ const UNSUPPORTED_IN_GENERATE: &[Field] = &[
 #[rustfmt::skip]
 const OPTIONS_OWN: &[Field] = &[
     read("num_predict", Integer(-2, OPEN), "-1", "-1 and -2: until an end token or the context is full"),
-    read("num_ctx", Integer(1, OPEN), "", "at most the server's context"),
+    read("num_ctx", Integer(1, OPEN), "", "without effect: the context is the server's, and a prompt that is longer is 400"),
     read("temperature", Number(0.0, TEMPERATURE_MAX), "the model's, else 1", ""),
     read("top_k", Integer(-1, OPEN), "the model's, else off", ""),
     read("top_p", Number(0.0, 1.0), "the model's, else 1", ""),
@@ -74,12 +74,18 @@ const OPTIONS_OWN: &[Field] = &[
     read("seed", Integer(i64::MIN as i128, u64::MAX as i128), "random", ""),
     read("stop", Shape(shapes::STOP), "none", ""),
     read("repeat_penalty", Number(REPETITION_MIN, REPETITION_MAX), "1", "`repetition_penalty`"),
+    read("repeat_last_n", Integer(-1, OPEN), "-1",
+        "0 turns the three penalties off; they look at the whole text otherwise, never at a shorter window"),
     read("presence_penalty", Number(-PENALTY_MAX, PENALTY_MAX), "0", ""),
     read("frequency_penalty", Number(-PENALTY_MAX, PENALTY_MAX), "0", ""),
 ];
 
-/// Resources that the server has already decided on.
+/// Resources that the server has already decided on, and details of what it does not do: mirostat is refused unless it
+/// is off, and penalties treat line feeds like other tokens.
 const OPTIONS_WITHOUT_EFFECT: &[Field] = &[
+    ignored("mirostat_eta"),
+    ignored("mirostat_tau"),
+    ignored("penalize_newline"),
     ignored("num_keep"),
     ignored("num_batch"),
     ignored("num_gpu"),
@@ -91,16 +97,14 @@ const OPTIONS_WITHOUT_EFFECT: &[Field] = &[
     ignored("low_vram"),
     ignored("vocab_only"),
     ignored("f16_kv"),
+    ignored("logits_all"),
+    ignored("embedding_only"),
 ];
 
 const OPTIONS_UNSUPPORTED: &[Field] = &[
-    unsupported("repeat_last_n", Neutral::Number(-1.0)),
     unsupported("typical_p", Neutral::Number(1.0)),
     unsupported("tfs_z", Neutral::Number(1.0)),
     unsupported("mirostat", Neutral::Number(0.0)),
-    unsupported("mirostat_eta", Neutral::Nothing),
-    unsupported("mirostat_tau", Neutral::Nothing),
-    unsupported("penalize_newline", Neutral::Bool(true)),
 ];
 
 #[rustfmt::skip]
@@ -118,7 +122,7 @@ const MODEL: shapes::Shape = shapes::Shape {
 };
 
 const MESSAGES: shapes::Shape = shapes::Shape {
-    words: || "list, at least one".into(),
+    words: || "list".into(),
     schema: || {
         let message = json!({
             "type": "object",
@@ -129,7 +133,7 @@ const MESSAGES: shapes::Shape = shapes::Shape {
             },
             "required": ["role"],
         });
-        json!({"type": "array", "items": message, "minItems": 1})
+        json!({"type": "array", "items": message})
     },
 };
 

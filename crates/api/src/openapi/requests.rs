@@ -51,7 +51,7 @@ const COMMON: &[Field] = &[
 /// What further says how an answer is generated, by the same names on every endpoint, whatever its API.
 #[rustfmt::skip]
 pub(crate) const ENGINE: &[Field] = &[
-    read("min_tokens", Integer(0, u32::MAX as i128), "0", "at most the limit; no end token before"),
+    read("min_tokens", Integer(0, u32::MAX as i128), "0", "at most the limit; no end token before, and no stop string that these tokens complete"),
     read("top_k", Integer(-1, OPEN), "the model's, else off", "-1 and 0 mean off"),
     read("min_p", Number(0.0, 1.0), "the model's, else 0", ""),
     read("seed", Integer(i64::MIN as i128, u64::MAX as i128), "random",

@@ -12,7 +12,8 @@
 //!
 //! **An answer that ends early** (`max_tokens`, a stop string): reasoning that was not closed stays
 //! reasoning. A call whose arguments had begun stays a call with the arguments as far as they came,
-//! not repaired, as OpenAI does; the finish reason tells. A call that had not begun comes out as text.
+//! not repaired, as OpenAI does; the finish reason tells. A call that had not begun comes out as text, unless the
+//! answer is held to calls: then it is a call without arguments where its function is certain, and never text.
 //! The same holds where a model breaks off a call with something that is not JSON: the call stays as
 //! it is, and what follows is text.
 //!
@@ -81,6 +82,8 @@ pub struct AnswerSetup {
     /// The functions of the request. Formats without markers take only calls to these for calls; empty:
     /// to any function. Formats without types take them from here.
     pub functions: Vec<Function>,
+    /// The answer is held to calls of these functions; empty: it is not held to calls.
+    pub forced: Vec<String>,
     /// How reasoning is written; `None` leaves it in the text.
     pub reasoning: Option<ReasoningFormat>,
     /// The prompt ended inside reasoning ([`ParserChoice::begins_in_reasoning`]).
@@ -100,10 +103,10 @@ pub struct AnswerParser {
 impl AnswerParser {
     /// A parser at the start of an answer.
     pub fn new(setup: AnswerSetup) -> Self {
-        let AnswerSetup { tools, functions, reasoning, begins_in_reasoning, id_seed } = setup;
+        let AnswerSetup { tools, functions, forced, reasoning, begins_in_reasoning, id_seed } = setup;
         Self {
             reasoning: reasoning.map(|format| ReasoningSplitter::new(format.tags(), begins_in_reasoning)),
-            tools: tools.map(|format| ToolParser::new(format, functions)),
+            tools: tools.map(|format| ToolParser::new(format, functions, forced)),
             sink: Sink::new(id_seed, tools.map_or(IdStyle::Call, ToolFormat::id_style)),
         }
     }

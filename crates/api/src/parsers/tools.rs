@@ -18,6 +18,8 @@ use super::pythonic::{self, PythonicCalls};
 use super::section::{Section, Step};
 use super::xml::{self, XmlCalls};
 
+/// What forced calls have before the function's name.
+const NAME_KEY: &str = "\"name\": \"";
 const HERMES_OPEN: &str = "<tool_call>";
 const LLAMA_TAG: &str = "<|python_tag|>";
 const PHI_OPEN: &str = "functools";
@@ -74,6 +76,8 @@ impl ToolFormat {
 pub(super) struct ToolParser {
     format: ToolFormat,
     functions: Vec<Function>,
+    /// The answer holds nothing but calls of these; empty: it need not.
+    forced: Vec<String>,
     section: Option<Box<dyn Section>>,
     /// What would be text if it turned out not to be markup: the beginning of an opener, or the
     /// section's characters that belong to no call.
@@ -86,10 +90,11 @@ pub(super) struct ToolParser {
 }
 
 impl ToolParser {
-    pub(super) fn new(format: ToolFormat, functions: Vec<Function>) -> Self {
+    pub(super) fn new(format: ToolFormat, functions: Vec<Function>, forced: Vec<String>) -> Self {
         Self {
             format,
             functions,
+            forced,
             section: None,
             held: String::new(),
             spaces: String::new(),
@@ -172,6 +177,26 @@ impl ToolParser {
         sink.text(c.encode_utf8(&mut [0; 4]));
     }
 
+    /// The answer ended before the arguments of a call that it is held to: what came is markup, and a call if it can
+    /// be of one function only. A further call must have its whole name.
+    fn tell_begun(&mut self, sink: &mut Sink) {
+        let held = std::mem::take(&mut self.held);
+        if held.is_empty() {
+            return;
+        }
+        self.spaces.clear();
+        let begun = held.rsplit_once(NAME_KEY).map_or("", |(_, begun)| begun);
+        let is_first = sink.call_count() == 0;
+        let fits = |name: &&String| {
+            begun.strip_prefix(name.as_str()).is_some_and(|rest| rest.starts_with('"'))
+                || (is_first && name.starts_with(begun))
+        };
+        let mut names = self.forced.iter().filter(fits);
+        if let (Some(name), None) = (names.next(), names.next()) {
+            sink.start(name.clone(), None);
+        }
+    }
+
     /// The answer is over.
     pub(super) fn finish(&mut self, sink: &mut Sink) {
         if let Some(mut section) = self.section.take() {
@@ -179,6 +204,9 @@ impl ToolParser {
             if section.is_between_calls() {
                 self.held.clear();
             }
+        }
+        if !self.forced.is_empty() {
+            self.tell_begun(sink);
         }
         self.release(sink);
         if !self.is_after_section {

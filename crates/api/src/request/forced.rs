@@ -1,6 +1,7 @@
 //! The grammar of an answer that must call: the model's own format, with each function's schema inside.
 
 use crate::parsers::{Function, ToolFormat};
+use lockstep_core::JSON_WHITE_SPACE;
 use serde_json::{Value, json};
 use std::fmt::Write;
 
@@ -82,13 +83,18 @@ fn literal(text: &str) -> String {
     Value::from(text).to_string()
 }
 
-/// The schema of a function's arguments, which are always an object.
+/// The schema of a function's arguments, which are always an object; an empty one for a function without parameters.
+/// White space is bounded as in other forms, unless the schema says something about it.
 fn schema(function: &Function) -> Value {
     let mut schema = match &function.parameters {
         Value::Object(schema) => schema.clone(),
-        _ => serde_json::Map::new(),
+        _ => serde_json::Map::from_iter([
+            ("properties".into(), json!({})),
+            ("additionalProperties".into(), json!(false)),
+        ]),
     };
     schema.entry("type").or_insert(json!("object"));
+    schema.entry("x-guidance").or_insert(json!({"whitespace_pattern": JSON_WHITE_SPACE}));
     Value::Object(schema)
 }
 
@@ -171,7 +177,9 @@ pub(super) mod tests {
         let call = |name: &str, arguments: &str| {
             format!("<tool_call>\n{{\"name\": \"{name}\", \"arguments\": {arguments}}}\n</tool_call>")
         };
-        assert!(accepts(&one, &call("now", "{\"any\": [1]}")));
+        assert!(accepts(&one, &call("now", "{}")) && accepts(&one, &call("now", "{ }")));
+        assert!(!accepts(&one, &call("now", "{\"any\": [1]}")), "it has no parameters");
+        assert!(!accepts(&one, &call("now", "{\n\n}")), "white space is bounded");
         assert!(!accepts(&one, &call("later", "{}")));
         assert!(!accepts(&one, &call("now", "[]")));
         assert!(!accepts(&one, &call("weather", "{\"city\": 5}")));

@@ -16,13 +16,14 @@ pub(crate) mod text;
 mod tools;
 
 use crate::ApiConfig;
+use crate::dialect::{Chat, Dialect};
 use crate::engine::NewRequest;
 use crate::fields::Fields;
 use limits::{CHOICES_BYTES_MAX, PRIORITY_MAX, RID_BYTES_MAX};
 use lockstep_core::{Refusal, SamplingParams};
 use lockstep_wire::{Prompt, TextParams, TokenizeParams};
 pub(crate) use names::Names;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 pub(crate) use tools::Parsing;
 
 /// Which of OpenAI's two generation endpoints a request is written for; decides fields and defaults. Other
@@ -149,6 +150,23 @@ pub(crate) fn validate(
         stream,
         include_usage,
     })
+}
+
+/// Refuses `fields` of a streamed chat that no server takes, in the words of its refusal. What depends on a model (its
+/// context, vocabulary, template) only its server can judge; names that are not known are accepted, as there.
+pub fn check_chat_fields(fields: &Map<String, Value>) -> Result<(), Refusal> {
+    let anything = u32::MAX as usize;
+    let config = ApiConfig::new("", anything, anything);
+    let known: Map<String, Value> = fields
+        .iter()
+        .filter(|(name, _)| Chat::FIELDS.find(name).is_some())
+        .map(|(name, value)| (name.clone(), value.clone()))
+        .collect();
+    policy::FieldPolicy::default().check(&Chat::FIELDS, &known, false)?;
+    let mut body = known;
+    body.insert("messages".into(), json!([{"role": "user", "content": "x"}]));
+    body.insert("stream".into(), true.into());
+    validate(Endpoint::Chat, &body, &config).map(|_| ())
 }
 
 /// Choices of one answer: prompts times `n`.

@@ -31,6 +31,8 @@ impl FieldPolicy {
     ) -> Result<(), Refusal> {
         for (name, value) in body {
             match table.find(name).map(|field| field.behaviour) {
+                // Null is absent, whatever the name.
+                None if value.is_null() => {}
                 None => self.unknown_field(name, strict)?,
                 Some(Behaviour::Unsupported(neutral)) if !value.is_null() => {
                     check_neutral(name, value, neutral)?

@@ -26,6 +26,16 @@ pub(super) struct Tools {
     one_call: bool,
 }
 
+impl Tools {
+    /// The functions that the request wants called, or may have called.
+    fn wanted(&self) -> impl Iterator<Item = &Function> {
+        self.functions.iter().filter(|function| match &self.wish {
+            Wish::Named(name) => function.name == *name,
+            Wish::Auto | Wish::Required => true,
+        })
+    }
+}
+
 /// What the request wants called.
 #[derive(Clone, Debug, PartialEq)]
 enum Wish {
@@ -204,6 +214,8 @@ pub(super) fn parsing(
         refuse_open_end(sampling)?;
     }
     let tools = tools.filter(|_| !has_form);
+    let forced = tools.as_ref().filter(|tools| tools.wish != Wish::Auto);
+    let forced = forced.map(|tools| tools.wanted().map(|function| function.name.clone()).collect());
     let reasoning = reasoning.filter(|_| wish != ReasoningWish::Leave);
     if tools.is_none() && reasoning.is_none() {
         return Ok(None);
@@ -218,6 +230,7 @@ pub(super) fn parsing(
     let setup = AnswerSetup {
         tools: format,
         functions: tools.map(|tools| tools.functions).unwrap_or_default(),
+        forced: forced.unwrap_or_default(),
         reasoning,
         begins_in_reasoning,
         id_seed: String::new(),
@@ -230,11 +243,7 @@ fn forced_grammar(tools: &Tools, opening: Option<ReasoningFormat>) -> Result<Str
         let message = "tool_choice cannot force a call while this model reasons; send \"auto\" or \"none\"";
         return Err(Refusal::invalid_param("tool_choice", message).with_code("unsupported_field"));
     }
-    let wanted = |function: &&Function| match &tools.wish {
-        Wish::Named(name) => function.name == *name,
-        _ => true,
-    };
-    let functions: Vec<&Function> = tools.functions.iter().filter(wanted).collect();
+    let functions: Vec<&Function> = tools.wanted().collect();
     forced::grammar(tools.format, &functions, tools.one_call, opening.map(ReasoningFormat::close)).ok_or_else(
         || {
             let message = format!(

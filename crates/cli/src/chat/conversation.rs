@@ -35,15 +35,21 @@ impl Conversation {
         &self.params
     }
 
-    /// Sets a field; null takes it away. Whether it has a meaning is for the server to say.
+    /// Sets a field; null takes it away. A value that no server takes beside the others is refused in its words; what
+    /// depends on the model is for the server to say.
     pub fn set_param(&mut self, name: &str, value: Value) -> Result<(), String> {
         if OWN_FIELDS.contains(&name) {
             return Err(format!("{name} is not for setting in a chat"));
         }
+        let mut params = self.params.clone();
         match value {
-            Value::Null => drop(self.params.shift_remove(name)),
-            value => drop(self.params.insert(name.to_owned(), value)),
+            Value::Null => drop(params.shift_remove(name)),
+            value => {
+                params.insert(name.to_owned(), value);
+                lockstep_api::check_chat_fields(&params).map_err(|refusal| refusal.message)?;
+            }
         }
+        self.params = params;
         Ok(())
     }
 
@@ -100,5 +106,27 @@ mod tests {
     fn fields_of_the_chat_itself_cannot_be_set() {
         let mut chat = Conversation::default();
         assert!(chat.set_param("stream", json!(false)).unwrap_err().contains("stream"));
+    }
+
+    #[test]
+    fn values_that_no_server_takes_are_refused_when_they_are_set() {
+        let mut chat = Conversation::default();
+        for (name, value, words) in [
+            ("temperature", json!("hot"), "temperature must be a number"),
+            ("top_p", json!(2), "top_p must be"),
+            ("stop", json!(5), "stop must be a string or a list of strings"),
+            ("suffix", json!("x"), "suffix is not supported"),
+        ] {
+            let refused = chat.set_param(name, value).unwrap_err();
+            assert!(refused.starts_with(words), "{refused}");
+        }
+        assert!(chat.params().is_empty());
+        chat.set_param("max_tokens", json!(5)).unwrap();
+        assert!(
+            chat.set_param("min_tokens", json!(6)).unwrap_err().contains("must not exceed the token limit")
+        );
+        chat.set_param("chat_template_kwargs", json!({"enable_thinking": false})).unwrap();
+        chat.set_param("unheard_of", json!(1)).unwrap();
+        assert_eq!(chat.params().len(), 3);
     }
 }

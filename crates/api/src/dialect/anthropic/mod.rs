@@ -7,6 +7,7 @@
 mod content;
 mod count;
 mod form;
+pub(crate) mod models;
 mod request;
 
 pub(crate) use count::count_tokens;

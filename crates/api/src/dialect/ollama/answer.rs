@@ -1,10 +1,10 @@
 //! The JSON of `/api/chat` and `/api/generate`.
 
 use super::super::openai::{ChatToken, chat_tokens};
-use super::clock::{nanos, rfc3339};
 use crate::answer::{
     Finish, Form, Frames, Framing, Joined, JoinedCall, Label, NewPart, NewTokens, Section, WholeChoice,
 };
+use crate::clock::{nanos, rfc3339};
 use crate::parsers::Event as Part;
 use crate::request::LogprobsWish;
 use crate::respond::to_json;

@@ -3,10 +3,10 @@
 //! Requests are read as chats, `raw` ones as completions; everything about sampling is in `options`. Streams
 //! are the default: one JSON object per line, the last one with `done: true`, the counts and the times. A tool
 //! call comes whole, in one line. Log-probabilities, where asked for, stand in the line of the text that came with
-//! them, those of tokens without text in the next line.
+//! them, those of tokens without text in the next line. Requests without a prompt ask for no text (`loading`).
 
 mod answer;
-mod clock;
+mod loading;
 mod models;
 mod translate;
 
@@ -55,6 +55,10 @@ impl Dialect for Chat {
     const FIELDS: FieldTable = ollama::CHAT;
     type Echo = ();
 
+    fn without_text(body: &Map<String, Value>, reading: &Reading<'_>) -> Result<Option<Value>, Refusal> {
+        loading::answer(body, reading, (&Self::FIELDS, Field::Message))
+    }
+
     fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, ()), Refusal> {
         reading.policy.check(&Self::FIELDS, &body, reading.config.strict_api)?;
         let fields = Fields::new(&body, "");
@@ -75,6 +79,10 @@ impl Dialect for Generate {
     const FIELDS: FieldTable = ollama::GENERATE;
     type Echo = ();
 
+    fn without_text(body: &Map<String, Value>, reading: &Reading<'_>) -> Result<Option<Value>, Refusal> {
+        loading::answer(body, reading, (&Self::FIELDS, Field::Response))
+    }
+
     fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, ()), Refusal> {
         reading.policy.check(&Self::FIELDS, &body, reading.config.strict_api)?;
         let fields = Fields::new(&body, "");
@@ -94,5 +102,5 @@ fn options(fields: &Fields<'_>, reading: &Reading<'_>) -> Result<Map<String, Val
     let Some(options) = fields.object("options")? else { return Ok(Map::new()) };
     let checked = reading.policy.check(&ollama::OPTIONS, options, reading.config.strict_api);
     checked.map_err(|refusal| inside("options.", refusal))?;
-    translate::options(options, reading.config)
+    translate::options(options)
 }

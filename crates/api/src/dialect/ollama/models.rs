@@ -1,8 +1,8 @@
 //! What Ollama's clients ask about models: the one that is served.
 
-use super::clock::rfc3339;
 use crate::ApiConfig;
 use crate::body::read_object;
+use crate::clock::rfc3339;
 use crate::fields::Fields;
 use crate::handlers::App;
 use crate::openapi::ollama;

@@ -16,10 +16,7 @@ pub(super) fn is_served(name: &str, config: &ApiConfig) -> bool {
 }
 
 /// The sampling fields; Ollama's own defaults are not filled in, the model's are.
-pub(super) fn options(
-    options: &Map<String, Value>,
-    config: &ApiConfig,
-) -> Result<Map<String, Value>, Refusal> {
+pub(super) fn options(options: &Map<String, Value>) -> Result<Map<String, Value>, Refusal> {
     let fields = Fields::new(options, "options.");
     let mut translated = Map::new();
     for (theirs, ours) in [
@@ -29,11 +26,18 @@ pub(super) fn options(
         ("min_p", "min_p"),
         ("seed", "seed"),
         ("stop", "stop"),
-        ("repeat_penalty", "repetition_penalty"),
-        ("presence_penalty", "presence_penalty"),
-        ("frequency_penalty", "frequency_penalty"),
     ] {
         translated.extend(fields.get(theirs).map(|value| (ours.into(), value.clone())));
+    }
+    // A window of no tokens turns penalties off; any other is taken for the whole text.
+    if fields.integer("repeat_last_n", -1..=i64::MAX.into())? != Some(0) {
+        for (theirs, ours) in [
+            ("repeat_penalty", "repetition_penalty"),
+            ("presence_penalty", "presence_penalty"),
+            ("frequency_penalty", "frequency_penalty"),
+        ] {
+            translated.extend(fields.get(theirs).map(|value| (ours.into(), value.clone())));
+        }
     }
     // -1 and -2 mean: until an end token or the context is full.
     if let Some(limit) = fields.integer("num_predict", -2..=i64::MAX.into())?
@@ -41,15 +45,8 @@ pub(super) fn options(
     {
         translated.insert("max_tokens".into(), json!(limit as i64));
     }
-    if let Some(size) = fields.integer("num_ctx", 1..=i64::MAX.into())?
-        && size > config.context_max as i128
-    {
-        let message = format!(
-            "is {size}, but this server's context is {} tokens; send at most that",
-            config.context_max
-        );
-        return Err(fields.invalid("num_ctx", message));
-    }
+    // Checked only: the context is the server's.
+    fields.integer("num_ctx", 1..=i64::MAX.into())?;
     Ok(translated)
 }
 

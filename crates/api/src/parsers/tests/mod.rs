@@ -29,6 +29,7 @@ fn setup(tools: Option<ToolFormat>, reasoning: Option<ReasoningFormat>) -> Answe
     AnswerSetup {
         tools,
         functions: vec![function("f"), function("get_weather")],
+        forced: Vec::new(),
         reasoning,
         begins_in_reasoning: reasoning == Some(ReasoningFormat::DeepSeekR1),
         id_seed: "s".into(),
@@ -124,6 +125,62 @@ fn hermes_calls() {
     check(Hermes, raw, &[call(0, "f", r#"{"a": "x\ny"}"#)]);
     let null = r#"<tool_call>{"name": "f", "arguments": null}</tool_call>"#;
     check(Hermes, null, &[call(0, "f", "{}")]);
+}
+
+/// Wherever an answer that is held to calls is cut, none of its markup is text.
+#[test]
+fn a_forced_call_that_is_cut_is_a_call() {
+    let call_of = |text: &str, forced: &[&str]| {
+        let forced = forced.iter().map(|name| (*name).to_owned()).collect();
+        for format in [ToolFormat::Hermes, ToolFormat::Llama3Json, ToolFormat::Mistral, ToolFormat::Phi4Mini]
+        {
+            let (open, key) = match format {
+                ToolFormat::Hermes => ("<tool_call>\n", "arguments"),
+                ToolFormat::Llama3Json => ("", "parameters"),
+                ToolFormat::Mistral => ("[TOOL_CALLS] [", "arguments"),
+                _ => ("functools[", "arguments"),
+            };
+            let text = format!("{open}{}", text.replace("KEY", key));
+            let setup = AnswerSetup { forced: Vec::clone(&forced), ..setup(Some(format), None) };
+            for (end, _) in text.char_indices().skip(1) {
+                let events = parse_whole(&setup, &text[..end]);
+                let mut by_characters = AnswerParser::new(setup.clone());
+                let mut parts: Vec<Event> = text[..end]
+                    .chars()
+                    .flat_map(|c| by_characters.push(c.encode_utf8(&mut [0; 4])))
+                    .collect();
+                parts.extend(by_characters.finish());
+                assert_eq!(joined(parts), events, "{format:?} {:?}", &text[..end]);
+                let names: Vec<_> = events
+                    .iter()
+                    .filter_map(|event| match event {
+                        Event::ToolCallStart { name, .. } => Some(name.as_str()),
+                        Event::ToolCallArgumentsDelta { .. } => None,
+                        other => panic!("{format:?} {:?} leaves {other:?}", &text[..end]),
+                    })
+                    .collect();
+                let is_certain = forced.len() == 1 || text[..end].contains("\"name\": \"g");
+                let expected: &[&str] = if is_certain { &["get_weather"] } else { &[] };
+                assert_eq!(names, expected, "{format:?} {:?}", &text[..end]);
+            }
+        }
+    };
+    let text = "{\"name\": \"get_weather\", \"KEY\": {\"text\": \"Rome\"";
+    call_of(text, &["get_weather"]);
+    call_of(text, &["f", "get_weather"]);
+    // A further call is told by its whole name.
+    let setup = AnswerSetup {
+        forced: vec!["f".into(), "get_weather".into()],
+        ..setup(Some(ToolFormat::Hermes), None)
+    };
+    let first = "<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>";
+    for (further, calls) in
+        [("\n<tool_", 1), ("\n<tool_call>\n{\"name\": \"get_w", 1), ("\n<tool_call>\n{\"name\": \"f\"", 2)]
+    {
+        let events = parse_whole(&setup, &format!("{first}{further}"));
+        assert_eq!(events.iter().filter(|event| matches!(event, Event::ToolCallStart { .. })).count(), calls);
+        assert!(!events.iter().any(|event| matches!(event, Event::TextDelta(_))), "{events:?}");
+    }
 }
 
 #[test]

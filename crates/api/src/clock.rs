@@ -1,15 +1,21 @@
-//! Times as Ollama writes them.
+//! Times as Ollama and Anthropic write them.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// A time in RFC 3339, UTC, with nanoseconds.
-pub(super) fn rfc3339(time: SystemTime) -> String {
+pub(crate) fn rfc3339(time: SystemTime) -> String {
     // A clock before 1970 is no reason to fail a request.
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     let (year, month, day) = civil(since.as_secs() / 86_400);
     let second = since.as_secs() % 86_400;
     let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{:09}Z", since.subsec_nanos())
+}
+
+/// The same of Unix seconds, without a fraction.
+pub(crate) fn rfc3339_seconds(seconds: u64) -> String {
+    let text = rfc3339(UNIX_EPOCH + Duration::from_secs(seconds));
+    text.split('.').next().map_or_else(String::new, |whole| format!("{whole}Z"))
 }
 
 /// Year, month and day of a day since 1970 (Howard Hinnant, "chrono-compatible low-level date algorithms").
@@ -25,7 +31,7 @@ fn civil(days: u64) -> (u64, u64, u64) {
 }
 
 /// A duration in nanoseconds.
-pub(super) fn nanos(duration: Duration) -> u64 {
+pub(crate) fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
