@@ -83,7 +83,7 @@ fn literal(text: &str) -> String {
     Value::from(text).to_string()
 }
 
-/// The schema of a function's arguments, which are always an object; an empty one for a function without parameters.
+/// The schema of a function's arguments, which are always an object; exactly `{}` for a function without parameters.
 /// White space is bounded as in other forms, unless the schema says something about it.
 fn schema(function: &Function) -> Value {
     let mut schema = match &function.parameters {
@@ -91,6 +91,7 @@ fn schema(function: &Function) -> Value {
         _ => serde_json::Map::from_iter([
             ("properties".into(), json!({})),
             ("additionalProperties".into(), json!(false)),
+            ("x-guidance".into(), json!({"whitespace_flexible": false})),
         ]),
     };
     schema.entry("type").or_insert(json!("object"));
@@ -177,9 +178,12 @@ pub(super) mod tests {
         let call = |name: &str, arguments: &str| {
             format!("<tool_call>\n{{\"name\": \"{name}\", \"arguments\": {arguments}}}\n</tool_call>")
         };
-        assert!(accepts(&one, &call("now", "{}")) && accepts(&one, &call("now", "{ }")));
-        assert!(!accepts(&one, &call("now", "{\"any\": [1]}")), "it has no parameters");
-        assert!(!accepts(&one, &call("now", "{\n\n}")), "white space is bounded");
+        assert!(accepts(&one, &call("now", "{}")));
+        for arguments in ["{\"any\": [1]}", "{ }"] {
+            assert!(!accepts(&one, &call("now", arguments)), "it has no parameters: {arguments}");
+        }
+        assert!(accepts(&one, &call("weather", "{\n  \"city\": \"Rome\"\n}")));
+        assert!(!accepts(&one, &call("weather", "{\n\n\"city\": \"Rome\"}")), "white space is bounded");
         assert!(!accepts(&one, &call("later", "{}")));
         assert!(!accepts(&one, &call("now", "[]")));
         assert!(!accepts(&one, &call("weather", "{\"city\": 5}")));
