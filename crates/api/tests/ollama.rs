@@ -234,7 +234,7 @@ async fn refusals_are_ollamas_and_name_its_fields() {
     let mut server = Server::start().await;
     let user = json!([{"role": "user", "content": "hi"}]);
     for (path, body, status, begins) in [
-        (CHAT, json!({}), 400, "messages "),
+        (CHAT, json!({"messages": "hi"}), 400, "messages "),
         (CHAT, json!({"messages": user, "model": "other"}), 404, "the model \"other\""),
         (
             CHAT,
