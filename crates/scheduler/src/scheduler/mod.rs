@@ -200,7 +200,7 @@ impl Scheduler {
         let is_early = sampling.min_tokens > 0 && sampling.grammar.is_none();
         let ends = |id| self.config.eos_tokens.contains(id) || sampling.stop_token_ids.contains(id);
         let is_bad = |id: &_| sampling.bad_words.iter().any(|word| word[..] == [*id]);
-        if allowed.iter().any(|id| !(is_early && ends(id)) && !is_bad(id)) {
+        if !allowed.iter().all(|id| is_bad(id) || (is_early && ends(id))) {
             return Ok(());
         }
         let count = allowed.len();
