@@ -52,7 +52,8 @@ async fn health_version_and_root() {
 
 #[tokio::test]
 async fn server_info_asks_rank_0() {
-    let config = ApiConfig { processes: vec![ProcessInfo { name: "launcher".into(), pid: 7 }], ..config() };
+    let config = config();
+    config.processes.set(vec![ProcessInfo { name: "launcher".into(), pid: 7 }]);
     let mut server = Server::start_with(config, 1, 100).await;
     server.ask(post(COMPLETIONS, r#"{"foo":1,"prompt":5}"#)).await.error(400);
     let mut client = server.connect().await;
