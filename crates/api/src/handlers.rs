@@ -8,7 +8,7 @@ use crate::connection::Connection;
 use crate::dialect::{Dialect, Reading, anthropic_models};
 use crate::engine::EngineClient;
 use crate::errors::ErrorForm;
-use crate::metrics;
+use crate::metrics::{self, Scrape};
 use crate::openapi::document::document;
 use crate::parsers::{ReasoningFormat, ToolFormat};
 use crate::request::{self, Call, policy::FieldPolicy};
@@ -190,7 +190,12 @@ pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Answer {
 /// `GET /metrics`: gauges and counters in the Prometheus text format.
 pub(crate) async fn metrics(State(app): State<Arc<App>>) -> Answer {
     match app.engine.info().await {
-        Ok(engine) => metrics::answer(&engine, app.engine.requests_open()),
+        Ok(engine) => metrics::answer(Scrape {
+            engine,
+            requests_open: app.engine.requests_open(),
+            watched: app.config.watch.clone(),
+            processes: app.config.processes.get(),
+        }),
         Err(refusal) => refuse(&refusal),
     }
 }

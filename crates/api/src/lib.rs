@@ -42,6 +42,7 @@ mod routes;
 pub mod server;
 mod text;
 mod timing;
+mod trace;
 pub mod transport;
 mod unread;
 

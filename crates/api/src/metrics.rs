@@ -2,8 +2,9 @@
 //!
 //! Names and units follow Prometheus' conventions: base units, `_total` for counters, one name per quantity with
 //! labels for its parts. The numbers are rank 0's at the moment of the scrape; since all ranks decide alike they are
-//! every rank's. **Invariant:** `lockstep_kv_pages` over its states adds up to `lockstep_kv_pool_pages`.
+//! every rank's; what differs between ranks is read off the watch page ([`ranks`]). **Invariant:** `lockstep_kv_pages` over its states adds up to `lockstep_kv_pool_pages`.
 
+use crate::config::{ProcessInfo, Watched};
 use crate::respond::{Answer, refuse};
 use axum::body::Body;
 use axum::http::{HeaderValue, Response, header};
@@ -16,12 +17,14 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
+mod ranks;
+
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// The answer to a scrape.
-pub(crate) fn answer(engine: &EngineInfo, requests_open: usize) -> Answer {
+pub(crate) fn answer(scrape: Scrape) -> Answer {
     let mut registry = Registry::with_prefix("lockstep");
-    registry.register_collector(Box::new(Scrape { engine: engine.clone(), requests_open }));
+    registry.register_collector(Box::new(scrape));
     let mut text = String::new();
     if prometheus_client::encoding::text::encode(&mut text, &registry).is_err() {
         return refuse(&Refusal::internal("the metrics cannot be written as text"));
@@ -33,9 +36,11 @@ pub(crate) fn answer(engine: &EngineInfo, requests_open: usize) -> Answer {
 
 /// One scrape's numbers.
 #[derive(Debug)]
-struct Scrape {
-    engine: EngineInfo,
-    requests_open: usize,
+pub(crate) struct Scrape {
+    pub(crate) engine: EngineInfo,
+    pub(crate) requests_open: usize,
+    pub(crate) watched: Option<Watched>,
+    pub(crate) processes: Vec<ProcessInfo>,
 }
 
 impl Collector for Scrape {
@@ -63,11 +68,23 @@ impl Collector for Scrape {
             engine.ranks.iter().map(|r| (r.rank.to_string(), r.weight_bytes as usize)).collect();
         let weights: Vec<_> = weights.iter().map(|(rank, bytes)| (rank.as_str(), *bytes)).collect();
         gauges(&mut encoder, "rank_weight_bytes", "Weights that a rank holds.", "rank", &weights)?;
-        self.encode_totals(&mut encoder)
+        self.encode_totals(&mut encoder)?;
+        self.encode_processes(&mut encoder)?;
+        match &self.watched {
+            Some(watched) => ranks::encode(&mut encoder, watched),
+            None => Ok(()),
+        }
     }
 }
 
 impl Scrape {
+    /// Memory of the processes that live.
+    fn encode_processes(&self, encoder: &mut DescriptorEncoder<'_>) -> std::fmt::Result {
+        let resident: Vec<(&str, usize)> =
+            self.processes.iter().filter_map(|p| Some((p.name.as_str(), resident_bytes(p.pid)?))).collect();
+        gauges(encoder, "process_resident_bytes", "Memory of a process that is in RAM.", "process", &resident)
+    }
+
     fn encode_totals(&self, encoder: &mut DescriptorEncoder<'_>) -> std::fmt::Result {
         let totals = &self.engine.totals;
         let counters = [
@@ -86,6 +103,13 @@ impl Scrape {
         }
         Ok(())
     }
+}
+
+/// Resident memory, as the kernel counts it.
+fn resident_bytes(pid: u32) -> Option<usize> {
+    const PAGE_BYTES: usize = 4096;
+    let text = std::fs::read_to_string(format!("/proc/{pid}/statm")).ok()?;
+    Some(text.split(' ').nth(1)?.parse::<usize>().ok()? * PAGE_BYTES)
 }
 
 fn gauge(encoder: &mut DescriptorEncoder<'_>, name: &str, help: &str, value: usize) -> std::fmt::Result {

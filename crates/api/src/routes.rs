@@ -5,7 +5,7 @@ use crate::dialect::{Chat, Completions, Dialect, Messages, Responses, SglangGene
 use crate::handlers::{self, App};
 use crate::openapi::operations::{Answers, Operation};
 use crate::openapi::{anthropic, native, ollama as ollama_fields};
-use crate::{health, operations, text};
+use crate::{health, operations, text, trace};
 use axum::Router;
 use axum::routing::{MethodRouter, get, post};
 use std::sync::Arc;
@@ -202,6 +202,7 @@ pub(crate) const ROUTES: &[Route] = &[
                 400 without `--flight-dir`",
         },
     ),
+    route("/debug/trace", || get(trace::trace), Operation::get("Trace", DEBUG_TRACE)),
     route(
         "/server_info",
         || get(handlers::server_info),
@@ -239,6 +240,8 @@ const TOKENIZE: &str = "the tokens of a prompt or a chat, from a tokenizer proce
 const DETOKENIZE: &str = "the text of tokens, as `prompt` (vLLM's name) and `text` (SGLang's)";
 const HEALTH_GENERATE: &str = "generates one token on all ranks, in front of waiting requests: 200 with `generate_ms`, \
     or 503 with the reason: refused, or nothing within 20 s";
+const DEBUG_TRACE: &str = "what every rank, tokenizer and detokenizer does for the next `?seconds=5` (at most 60), with the \
+    arrival and departure of each rank at each collective, as a trace for Perfetto or `chrome://tracing`";
 const HEALTH_READY: &str = "200 `{\"status\":\"ready\",\"token_age_seconds\":s}` if a token went round every rank within \
     the last 10 s, or one does within 2 s now; else 503 as `/health`, or with what did not come";
 const ABORT_REQUEST: &str =

@@ -19,6 +19,7 @@ mod plan;
 mod pull;
 mod selftest;
 mod serve;
+mod trace;
 mod verify;
 
 use clap::Parser;
@@ -88,6 +89,7 @@ fn run(cli: Cli) -> Result<()> {
                 )),
             }
         }
+        Command::Trace(flags) => trace::run(&flags),
         Command::Selftest(flags) => selftest::run(&flags),
         Command::Doctor(flags) => doctor::run(&flags),
         Command::Bench(flags) => match flags.what {

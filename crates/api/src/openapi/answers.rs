@@ -409,6 +409,7 @@ fn about_the_server() -> Value {
             json!({}),
         ),
         "FlightFiles": object(json!({"files": list(text())}), json!({})),
+        "Trace": object(json!({"traceEvents": list(json!({"type": "object"}))}), json!({})),
         "OpenApi": {"type": "object", "required": ["openapi", "info", "paths"]},
     })
 }

@@ -17,6 +17,7 @@ pub mod model;
 pub mod parallel;
 pub mod plan;
 pub mod server;
+pub mod trace;
 pub mod verify;
 
 use clap::{Args, Parser, Subcommand};
@@ -50,6 +51,8 @@ pub enum Command {
     Replay(ReplayFlags),
     /// Measure this machine and what the backend makes of it.
     Bench(BenchFlags),
+    /// Record for some seconds what every rank of a running server does, into a file for Perfetto.
+    Trace(trace::TraceFlags),
     /// Compare every operation of a device with the CPU backend's, on random shapes; needs no model.
     Selftest(SelftestFlags),
     /// Show what this machine has for a server, whether each device can be used, and how fast it is.

@@ -107,12 +107,14 @@ fn start(
     Ok(service)
 }
 
-/// The api's links to its children.
+/// The api's links to its children. They end when the children have: a dead one must not hold up the last word, nor
+/// the start of the next engine.
 fn connect(server: &Server, inbox: AsyncReceiver<ToApi>) -> std::result::Result<LinkSockets, LinkError> {
-    let sender = |endpoint| Sender::connect(&server.group.context, endpoint, QUEUE_LEN_MAX);
+    let sender = |endpoint| Sender::connect(&server.group.context, endpoint, QUEUE_LEN_MAX)?.without_linger();
     Ok(LinkSockets {
         tokenizers: server.group.tokenizers.iter().map(sender).collect::<std::result::Result<_, _>>()?,
-        scheduler: Sender::connect(&server.group.context, &server.group.scheduler, QUEUE_LEN_MAX)?,
+        scheduler: Sender::connect(&server.group.context, &server.group.scheduler, QUEUE_LEN_MAX)?
+            .without_linger()?,
         inbox,
     })
 }

@@ -25,6 +25,13 @@ impl<T: Serialize> Sender<T> {
         Ok(Self { socket, _message: PhantomData })
     }
 
+    /// Closing waits for nobody: what the receiver has not taken by then is thrown away. For a sender that is closed
+    /// only when its receiver has left or is dead.
+    pub fn without_linger(self) -> Result<Self> {
+        self.socket.set_no_linger()?;
+        Ok(self)
+    }
+
     /// Queues `message` now; false when the queue is full.
     ///
     /// Errors when the message is larger than the wire limit.

@@ -131,6 +131,11 @@ impl Socket {
         self.set(ffi::SNDHWM, messages.max(1))
     }
 
+    /// Closing waits for nothing: what the peer has not taken is thrown away.
+    pub(super) fn set_no_linger(&self) -> Result<()> {
+        self.set(ffi::LINGER, 0)
+    }
+
     /// A peer that announces a larger message is disconnected before anything is allocated.
     pub(super) fn set_message_bytes_max(&self, bytes: usize) -> Result<()> {
         self.set(ffi::MAXMSGSIZE, bytes as i64)
