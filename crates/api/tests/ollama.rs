@@ -381,6 +381,14 @@ async fn requests_without_a_prompt_load_and_unload_at_once() {
         let text = if path == CHAT { &answer["message"]["content"] } else { &answer["response"] };
         assert_eq!(text, "", "{body}");
     }
+    for (body, field) in [
+        (json!({"model": "other"}), "other"),
+        (json!({"options": {"repeat_last_n": "all"}}), "repeat_last_n"),
+        (json!({"options": {"temperature": -1}}), "temperature"),
+    ] {
+        let reply = server.ask(post(GENERATE, &body.to_string())).await;
+        assert!(reply.status >= 400 && reply.text().contains(field), "{body}: {}", reply.text());
+    }
     server.engine.expect_silence();
 }
 

@@ -68,9 +68,10 @@ fn chat_in_a_script() {
     let (code, told) = verdict(&output);
     assert_eq!((code, text(&output.stdout).lines().count()), (Some(2), 1), "{told}");
     assert!(told.contains("line 2") && told.contains("/help"), "{told}");
-    let (code, told) = verdict(&chat("Hi\n", &["--param", "temperature=-1"]));
-    assert_eq!(code, Some(1));
-    assert!(told.contains("line 1") && told.contains("400") && told.contains("temperature"), "{told}");
+    // Only the server knows the model's vocabulary.
+    let (code, told) = verdict(&chat("Hi\n", &["--param", r#"logit_bias={"99999999": 1}"#]));
+    assert_eq!(code, Some(1), "{told}");
+    assert!(told.contains("line 1") && told.contains("400") && told.contains("logit_bias"), "{told}");
     let (code, told) = verdict(&chat("Hi\n\"\"\"open\n", &[]));
     assert!(code == Some(2) && told.contains("line 2"), "{told}");
 
@@ -80,6 +81,7 @@ fn chat_in_a_script() {
         (vec!["chat", "--url", &url, "--model", "other"], ["other", "serves chain"]),
         (vec!["chat", "--url", &url, "--", "--tp", "2"], ["--", "--url"]),
         (vec!["chat", "--url", &url, "--param", "stream=false"], ["--param stream", "chat"]),
+        (vec!["chat", "--url", &url, "--param", "temperature=-1"], ["--param temperature", "got -1"]),
     ] {
         let (code, told) = verdict(&run(&args));
         assert_eq!(code, Some(2), "{args:?}: {told}");

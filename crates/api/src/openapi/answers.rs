@@ -319,7 +319,7 @@ fn ollama() -> Value {
     );
     let end = json!({
         "logprobs": list(of("TokenLogprob")),
-        "done_reason": {"enum": ["stop", "length", "abort"]}, "total_duration": count(), "load_duration": count(),
+        "done_reason": {"enum": ["stop", "length", "abort", "load", "unload"]}, "total_duration": count(), "load_duration": count(),
         "prompt_eval_count": count(), "prompt_eval_duration": count(), "eval_count": count(),
         "eval_duration": count(),
     });

@@ -3,41 +3,37 @@
 //! The served model is loaded before the server listens and stays so. Both are answered at once, as Ollama does, with
 //! nothing done: its clients only want to hear that they may go on.
 
-use super::super::Reading;
+use super::super::{Dialect, Reading};
 use super::answer::Field;
-use super::translate::is_served;
 use crate::clock::rfc3339;
 use crate::fields::Fields;
-use crate::openapi::fields::FieldTable;
-use crate::request::model_not_found;
 use lockstep_core::Refusal;
 use serde_json::{Map, Value, json};
 use std::time::SystemTime;
 
-/// The answer, if `body` holds no prompt.
-pub(super) fn answer(
+/// The answer, if `body` holds no prompt. What else it holds is checked as in a request `D` that has one.
+pub(super) fn answer<D: Dialect>(
     body: &Map<String, Value>,
     reading: &Reading<'_>,
-    (table, field): (&FieldTable, Field),
+    field: Field,
 ) -> Result<Option<Value>, Refusal> {
     let fields = Fields::new(body, "");
-    let is_empty = match field {
-        Field::Message => fields.list("messages")?.is_none_or(<[Value]>::is_empty),
-        Field::Response => fields.string("prompt")?.is_none_or(str::is_empty),
+    let (name, is_empty, stand_in) = match field {
+        Field::Message => {
+            let is_empty = fields.list("messages")?.is_none_or(<[Value]>::is_empty);
+            ("messages", is_empty, json!([{"role": "user", "content": "."}]))
+        }
+        Field::Response => ("prompt", fields.string("prompt")?.is_none_or(str::is_empty), json!(".")),
     };
     if !is_empty {
         return Ok(None);
     }
-    let config = reading.config;
-    reading.policy.check(table, body, config.strict_api)?;
-    if let Some(name) = fields.string("model")?
-        && !is_served(name, config)
-    {
-        return Err(model_not_found(name, config));
-    }
+    let mut with_prompt = body.clone();
+    with_prompt.insert(name.into(), stand_in);
+    D::read(with_prompt, reading)?;
     let unloads = fields.get("keep_alive").is_some_and(is_zero);
     let mut answer = json!({
-        "model": config.served_model_name,
+        "model": reading.config.served_model_name,
         "created_at": rfc3339(SystemTime::now()),
         "done": true,
         "done_reason": if unloads { "unload" } else { "load" },

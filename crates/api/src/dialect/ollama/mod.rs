@@ -56,7 +56,7 @@ impl Dialect for Chat {
     type Echo = ();
 
     fn without_text(body: &Map<String, Value>, reading: &Reading<'_>) -> Result<Option<Value>, Refusal> {
-        loading::answer(body, reading, (&Self::FIELDS, Field::Message))
+        loading::answer::<Self>(body, reading, Field::Message)
     }
 
     fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, ()), Refusal> {
@@ -80,7 +80,7 @@ impl Dialect for Generate {
     type Echo = ();
 
     fn without_text(body: &Map<String, Value>, reading: &Reading<'_>) -> Result<Option<Value>, Refusal> {
-        loading::answer(body, reading, (&Self::FIELDS, Field::Response))
+        loading::answer::<Self>(body, reading, Field::Response)
     }
 
     fn read(body: Map<String, Value>, reading: &Reading<'_>) -> Result<(Call, ()), Refusal> {
