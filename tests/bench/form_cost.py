@@ -1,6 +1,6 @@
-"""Measures what structured output adds to a decode step: 32 requests at once with a JSON schema and without.
+"""Measures what structured output and penalties add to a decode step: requests at once with them and without.
 
-    python3 tests/bench/form_cost.py --port 1919 [--repeat 3]
+    python3 tests/bench/form_cost.py --port 1919 [--repeat 3] [--rows 32] [--tokens 48]
 
 Prints, per variant, CPU time and wall time of the ranks per step: on a machine with other work on it the CPU time is
 the one to compare, and masks that overlap the forward pass count in it all the same. The server must run on this
@@ -15,8 +15,6 @@ import threading
 import time
 import urllib.request
 
-ROWS = 32
-TOKENS = 48
 SCHEMA = {"type": "array", "minItems": 50, "items": {
     "type": "object", "additionalProperties": False, "required": ["name", "age", "tags"], "properties": {
         "name": {"type": "string", "minLength": 5, "maxLength": 30},
@@ -25,8 +23,10 @@ SCHEMA = {"type": "array", "minItems": 50, "items": {
 VARIANTS = {
     "sampled": {"temperature": 1, "ignore_eos": True},
     "sampled, schema": {"temperature": 1, "json_schema": SCHEMA},
+    "sampled, penalty": {"temperature": 1, "ignore_eos": True, "repetition_penalty": 1.05},
     "greedy": {"temperature": 0, "ignore_eos": True},
     "greedy, schema": {"temperature": 0, "json_schema": SCHEMA},
+    "greedy, penalty": {"temperature": 0, "ignore_eos": True, "repetition_penalty": 1.05},
 }
 
 
@@ -60,8 +60,8 @@ def ask(port, row, extra, tokens):
         assert json.load(answer)["usage"]["completion_tokens"] == tokens
 
 
-def burst(port, extra, tokens=TOKENS):
-    threads = [threading.Thread(target=ask, args=(port, row, extra, tokens)) for row in range(ROWS)]
+def burst(port, extra, rows, tokens):
+    threads = [threading.Thread(target=ask, args=(port, row, extra, tokens)) for row in range(rows)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -72,15 +72,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=1919)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=32, help="requests at once")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of each answer")
     args = parser.parse_args()
     pids = [rank["pid"] for rank in find(server_info(args.port), "ranks")]
     for extra in VARIANTS.values():
-        burst(args.port, extra, tokens=2)
+        burst(args.port, extra, args.rows, 2)
     seen = {name: [] for name in VARIANTS}
     for _ in range(args.repeat):
         for name, extra in VARIANTS.items():
             steps, cpu, start = find(server_info(args.port), "steps"), cpu_ms(pids), time.perf_counter()
-            burst(args.port, extra)
+            burst(args.port, extra, args.rows, args.tokens)
             wall, cpu = (time.perf_counter() - start) * 1000, cpu_ms(pids) - cpu
             steps = find(server_info(args.port), "steps") - steps
             seen[name].append((cpu / steps, wall / steps))

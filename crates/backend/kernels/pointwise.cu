@@ -54,7 +54,7 @@ extern "C" __global__ void gated_activation(const elem* gate_up, elem* out, u32 
 }
 
 // The token of each row from every rank's largest logit and its column, `[ranks][rows]`. Ranks hold
-// ascending ids, so that the first of equal ones is kept.
+// ascending ids, so that the first of equal ones is kept; all ones where no rank has any.
 extern "C" __global__ void pick(const float2* best, u32 ranks, u32 rows, u32 local_vocab, u32* chosen) {
   wait_for_previous();
   let_next_start();
@@ -66,7 +66,8 @@ extern "C" __global__ void pick(const float2* best, u32 ranks, u32 rows, u32 loc
     const float2 other = best[(u64)r * rows + row];
     if (other.x > largest.x) { largest = other; rank = r; }
   }
-  chosen[row] = rank * local_vocab + __float_as_uint(largest.y);
+  const bool is_any = largest.x > __int_as_float(0xff800000);
+  chosen[row] = is_any ? rank * local_vocab + __float_as_uint(largest.y) : ~0u;
 }
 
 // NaN into `count` elements from `first`, for pages that nobody may read.

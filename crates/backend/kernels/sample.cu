@@ -7,6 +7,9 @@
 // Logits are `[ranks][rows][stride]` as they are gathered from ranks that hold ascending ids; a row's tokens are
 // the first `cols` over its ranks.
 //
+// Before, rows that change their logits have a launch for what they allow and one for the rest (`LogitChanges` of the
+// host, in the same f32 operations).
+//
 // Three launches of (blocks of a row, rows) blocks whose shape depends on the number of rows only; rows that
 // are done let the later ones pass:
 // 1. the largest logit, which is the answer of greedy rows;
@@ -184,6 +187,53 @@ __device__ __forceinline__ void best_of_block(float& best, u32& at) {
   for (u32 w = 0; w < WARPS; w++) take_better(best, at, values[w], places[w]);
 }
 
+// What one row changes. Places and numbers of entries are those of the step's words; `allowed` is a bit for each id.
+struct Change { u32 row, allowed, allowed_words, bias, bias_count, seen, seen_count, banned, banned_count; float repetition, frequency, presence; };
+
+// Minus infinity for what is not allowed, by changed row; `first_id` is the token of the first of this rank's `cols`.
+extern "C" __global__ void __launch_bounds__(THREADS) sample_mask(float* x, u32 stride, u32 first_id, u32 cols, const Change* changes, const u32* words) {
+  wait_for_previous();
+  let_next_start();
+  const Change c = changes[blockIdx.y];
+  if (c.allowed == NONE) return;
+  float* row = x + (u64)c.row * stride;
+  for (u32 col = blockIdx.x * THREADS + threadIdx.x; col < cols; col += gridDim.x * THREADS) {
+    const u32 id = first_id + col, word = id >> 5;
+    const bool may = word < c.allowed_words && (words[c.allowed + word] >> (id & 31) & 1);
+    if (!may) row[col] = -infinity();
+  }
+}
+
+// Biases, then penalties, then bans of a changed row, a block each. Rounded one by one as on the host: no fused operations.
+extern "C" __global__ void __launch_bounds__(THREADS) sample_change(float* x, u32 stride, u32 first_id, u32 cols, const Change* changes, const u32* words) {
+  wait_for_previous();
+  let_next_start();
+  const Change c = changes[blockIdx.x];
+  float* row = x + (u64)c.row * stride;
+  for (u32 i = threadIdx.x; i < c.bias_count; i += THREADS) {
+    const u32 col = words[c.bias + 2 * i] - first_id;
+    if (col < cols) row[col] = __fadd_rn(row[col], __uint_as_float(words[c.bias + 2 * i + 1]));
+  }
+  __syncthreads();
+  for (u32 i = threadIdx.x; i < c.seen_count; i += THREADS) {
+    const u32 col = words[c.seen + 2 * i] - first_id, in_output = words[c.seen + 2 * i + 1];
+    if (col >= cols) continue;
+    float logit = row[col];
+    logit = logit > 0.f ? __fdiv_rn(logit, c.repetition) : __fmul_rn(logit, c.repetition);
+    if (in_output) {
+      logit = __fsub_rn(logit, __fmul_rn(c.frequency, (float)in_output));
+      logit = __fsub_rn(logit, c.presence);
+    }
+    row[col] = logit;
+  }
+  __syncthreads();
+  for (u32 i = threadIdx.x; i < c.banned_count; i += THREADS) {
+    const u32 col = words[c.banned + i] - first_id;
+    if (col < cols) row[col] = -infinity();
+  }
+}
+
+// Where no logit is larger than minus infinity, that and 0, and NONE as the chosen token.
 extern "C" __global__ void __launch_bounds__(THREADS) sample_best(const float* x, u32 stride, u32 cols, float2* best, u32* chosen, float2* parts, State* states) {
   wait_for_previous();
   let_next_start();
@@ -210,9 +260,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_best(const float* x
   }
   best_of_block(top, at);
   if (threadIdx.x) return;
-  const u32 id = at == NONE ? 0 : at;
-  best[blockIdx.y] = make_float2(top, __uint_as_float(id));
-  if (chosen) chosen[blockIdx.y] = id;
+  // Pairs travel between ranks, where NONE would be taken for a word that has not come.
+  best[blockIdx.y] = make_float2(top, __uint_as_float(at == NONE ? 0 : at));
+  if (chosen) chosen[blockIdx.y] = at;
 }
 
 // The token by ascending id, from the masses of the tiles.

@@ -1,5 +1,6 @@
 //! What a step wants of its logits, where the device chooses tokens itself.
 
+use crate::changes::LogitChanges;
 use lockstep_core::{SamplingParams, TokenId};
 
 /// Set in an input id that is not known on the host yet: the other bits are the place of the token among
@@ -11,6 +12,10 @@ pub const CHOSEN_BIT: TokenId = 1 << 31;
 pub struct Choice<'a> {
     /// How each row chooses.
     pub rows: &'a [RowChoice],
+    /// What is changed before, of rows that change anything, by ascending row.
+    pub changes: &'a [(usize, LogitChanges<'a>)],
+    /// The token of this rank's first column.
+    pub first_id: usize,
     /// Columns of this rank's logits, padding included; equal on all ranks, which hold ascending ids.
     pub local_vocab: usize,
     /// Of these, columns that are tokens.
@@ -19,7 +24,7 @@ pub struct Choice<'a> {
     pub vocab_size: usize,
 }
 
-/// How one row chooses its token: what is left of its [`SamplingParams`] when nothing changes its logits.
+/// How one row chooses its token: what is left of its [`SamplingParams`] when its logits are changed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RowChoice {
     /// 0 takes the most likely token.

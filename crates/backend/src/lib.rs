@@ -11,10 +11,11 @@
 //! * CPU results are bit-equal for a row whatever the other rows, thread count, page size,
 //!   chunking and tp size (1, 2, 4, 8) are; see `docs/architecture.md`, "Numbers".
 //!
-//! Reading order: this file, [`batch`], [`linear`], [`bands`], [`moe`], [`choice`], [`sampler`], then [`cpu`] and [`cuda`].
+//! Reading order: this file, [`batch`], [`linear`], [`bands`], [`moe`], [`choice`], [`changes`], [`sampler`], then [`cpu`] and [`cuda`].
 
 pub mod bands;
 pub mod batch;
+pub mod changes;
 pub mod choice;
 pub mod cpu;
 pub mod cuda;
@@ -24,6 +25,7 @@ pub mod sampler;
 
 pub use bands::Bands;
 pub use batch::{AttentionBatch, AttentionRow, ForwardInput};
+pub use changes::{LogitChanges, Penalties, SeenToken};
 pub use choice::{CHOSEN_BIT, Choice, RowChoice};
 pub use linear::LinearSpec;
 pub use moe::{ExpertWeights, MoeArgs, MoeShape};
@@ -290,10 +292,11 @@ pub trait Backend {
         false
     }
     /// Queues the choice of a token for each of the first rows of `logits` `[rows, local_vocab]` (a tensor of
-    /// [`Backend::tensor_f32`]), the same on all ranks, and its way to the host. A later step names the
-    /// tokens by [`CHOSEN_BIT`]. Only for rows that [`Backend::can_choose`].
+    /// [`Backend::tensor_f32`], which is changed as the choice says), the same on all ranks, and its way to the host: an
+    /// id, or [`NO_TOKEN`](lockstep_core::NO_TOKEN) where no logit is larger than negative infinity. A later step
+    /// names the tokens by [`CHOSEN_BIT`]. Only for rows that [`Backend::can_choose`].
     /// **Collective: all ranks of the TP group.**
-    fn choose(&mut self, _: &dyn Collective, _logits: &Self::Tensor, _choice: &Choice<'_>) -> Result<()> {
+    fn choose(&mut self, _: &dyn Collective, _logits: &mut Self::Tensor, _choice: &Choice<'_>) -> Result<()> {
         unreachable!("only for rows that can_choose takes")
     }
     /// Waits for the tokens of the oldest [`Backend::choose`] that have not been taken; they replace `tokens`.

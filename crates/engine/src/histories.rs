@@ -7,10 +7,11 @@
 
 use crate::masks::{MaskJob, MatcherSlot};
 use crate::{EngineError, Result};
+use lockstep_backend::SeenToken;
 use lockstep_core::{NO_TOKEN, RequestId, SamplingParams, TokenId};
 use lockstep_scheduler::PlanRow;
 use lockstep_wire::TokenLogprobs;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 
 /// The remembered requests of one rank.
@@ -31,21 +32,15 @@ pub(crate) struct History {
     matcher: MatcherSlot,
     /// Generated tokens so far.
     output_len: usize,
-    /// Tokens that occur; only with penalties.
-    seen: BTreeMap<TokenId, Seen>,
+    /// Tokens that occur, in any order, and where each is in that list; only with penalties.
+    seen: Vec<SeenToken>,
+    place_of: HashMap<TokenId, usize>,
     /// The newest tokens of the answer, as many as a bad word needs before its last one.
     tail: Vec<TokenId>,
     /// How many that are at most.
     tail_len_max: usize,
     /// Of the prompt's tokens from the second on, as far as computed.
     prompt_logprobs: Vec<TokenLogprobs>,
-}
-
-/// Where a token occurs.
-#[derive(Clone, Copy, Debug, Default)]
-struct Seen {
-    /// How often in the answer.
-    in_output: u32,
 }
 
 impl Histories {
@@ -63,19 +58,16 @@ impl Histories {
                 prompt_len: told.prompt_len,
                 matcher: MatcherSlot::default(),
                 output_len: told.tokens.len() - told.prompt_len,
-                seen: BTreeMap::new(),
+                seen: Vec::new(),
+                place_of: HashMap::new(),
                 tail: Vec::new(),
                 tail_len_max: row.sampling.bad_words.iter().map(|word| word.len() - 1).max().unwrap_or(0),
                 prompt_logprobs: Vec::new(),
             };
             if row.sampling.has_penalties() {
                 let (prompt, output) = told.tokens.split_at(told.prompt_len);
-                for &token in prompt {
-                    history.seen.entry(token).or_default();
-                }
-                for &token in output {
-                    history.seen.entry(token).or_default().in_output += 1;
-                }
+                prompt.iter().for_each(|token| history.see(*token, 0));
+                output.iter().for_each(|token| history.see(*token, 1));
             }
             history.remember(&told.tokens[told.prompt_len..]);
             self.by_id.insert(row.id, history);
@@ -102,40 +94,38 @@ impl Histories {
     }
 
     /// The history of a row's request. The error is a bug of the plan.
-    pub(crate) fn of(&mut self, row: &PlanRow) -> Result<&mut History> {
-        let id = row.id;
-        self.by_id
-            .get_mut(&id)
-            .ok_or_else(|| EngineError::Internal(format!("the plan never told the tokens of request {id}")))
+    pub(crate) fn of(&self, row: &PlanRow) -> Result<&History> {
+        self.by_id.get(&row.id).ok_or_else(|| untold(row.id))
+    }
+
+    /// The same, to be changed.
+    pub(crate) fn of_mut(&mut self, row: &PlanRow) -> Result<&mut History> {
+        self.by_id.get_mut(&row.id).ok_or_else(|| untold(row.id))
     }
 }
 
+fn untold(id: RequestId) -> EngineError {
+    EngineError::Internal(format!("the plan never told the tokens of request {id}"))
+}
+
 impl History {
-    /// Changes `logits` by the penalties of `params`, as vLLM and OpenAI define them.
-    ///
-    /// `l > 0 ? l / repetition : l * repetition` for tokens of prompt or answer; then, for tokens of the answer,
-    /// `l -= frequency * count` and `l -= presence`.
-    pub(crate) fn penalise(&self, params: &SamplingParams, logits: &mut [f32]) {
-        for (&token, seen) in &self.seen {
-            let Some(logit) = logits.get_mut(token as usize) else { continue };
-            let repetition = params.repetition_penalty;
-            *logit = if *logit > 0.0 { *logit / repetition } else { *logit * repetition };
-            if seen.in_output > 0 {
-                *logit -= params.frequency_penalty * seen.in_output as f32;
-                *logit -= params.presence_penalty;
-            }
+    /// The tokens that occur in prompt and answer; only with penalties.
+    pub(crate) fn seen(&self) -> &[SeenToken] {
+        &self.seen
+    }
+
+    fn see(&mut self, token: TokenId, in_output: u32) {
+        let place = *self.place_of.entry(token).or_insert(self.seen.len());
+        match self.seen.get_mut(place) {
+            Some(seen) => seen.in_output += in_output,
+            None => self.seen.push(SeenToken { token, in_output }),
         }
     }
 
-    /// Makes impossible the last token of each of `bad_words` whose other tokens the answer ends with.
-    pub(crate) fn ban(&self, bad_words: &[Vec<TokenId>], logits: &mut [f32]) {
-        for (last, before) in bad_words.iter().filter_map(|word| word.split_last()) {
-            if self.tail.ends_with(before)
-                && let Some(logit) = logits.get_mut(*last as usize)
-            {
-                *logit = f32::NEG_INFINITY;
-            }
-        }
+    /// The last token of each of `bad_words` whose other tokens the answer ends with.
+    pub(crate) fn banned_by<'a>(&self, bad_words: &'a [Vec<TokenId>]) -> impl Iterator<Item = &'a TokenId> {
+        let words = bad_words.iter().filter_map(|word| word.split_last());
+        words.filter(|(_, before)| self.tail.ends_with(before)).map(|(last, _)| last)
     }
 
     /// `tokens` are the answer's newest.
@@ -165,7 +155,7 @@ impl History {
         self.matcher.push(token);
         self.remember(&[token]);
         if row.sampling.has_penalties() {
-            self.seen.entry(token).or_default().in_output += 1;
+            self.see(token, 1);
         }
         Ok(())
     }
@@ -218,19 +208,24 @@ mod tests {
         })
     }
 
+    /// The tokens that occur and how often in the answer, ascending.
+    fn counts(histories: &Histories, row: &PlanRow) -> Vec<(TokenId, u32)> {
+        let seen = histories.of(row).unwrap().seen().iter();
+        let mut counts: Vec<_> = seen.map(|seen| (seen.token, seen.in_output)).collect();
+        counts.sort();
+        counts
+    }
+
     #[test]
-    fn penalties_count_prompt_and_answer_as_documented() {
+    fn prompt_and_answer_are_counted() {
         let params = penalties();
         let mut histories = Histories::default();
         let first = row(&params, 0, Some((&[0, 1], 2)));
         histories.begin(std::slice::from_ref(&first));
         for (i, token) in [2, 1, 2].into_iter().enumerate() {
-            histories.of(&first).unwrap().push(&row(&params, i as u32, None), token).unwrap();
+            histories.of_mut(&first).unwrap().push(&row(&params, i as u32, None), token).unwrap();
         }
-        let mut logits = [4.0f32, -4.0, 4.0, 4.0];
-        histories.of(&first).unwrap().penalise(&params, &mut logits);
-        // Prompt only; prompt and once in the answer; twice in the answer; nowhere.
-        assert_eq!(logits, [2.0, -8.0 - 0.25 - 0.5, 2.0 - 0.5 - 0.5, 4.0]);
+        assert_eq!(counts(&histories, &first), [(0, 0), (1, 1), (2, 2)]);
     }
 
     #[test]
@@ -239,42 +234,38 @@ mod tests {
         let (mut alone, mut retracted) = (Histories::default(), Histories::default());
         let first = row(&params, 0, Some((&[0, 1], 2)));
         alone.begin(std::slice::from_ref(&first));
-        alone.of(&first).unwrap().push(&first, 3).unwrap();
-        alone.of(&first).unwrap().push(&row(&params, 1, None), 3).unwrap();
+        alone.of_mut(&first).unwrap().push(&first, 3).unwrap();
+        alone.of_mut(&first).unwrap().push(&row(&params, 1, None), 3).unwrap();
         let again = row(&params, 2, Some((&[0, 1, 3, 3], 2)));
         retracted.begin(std::slice::from_ref(&again));
-        let penalised = |histories: &mut Histories| {
-            let mut logits = [1.0f32, -1.0, 0.5, 7.0];
-            histories.of(&again).unwrap().penalise(&params, &mut logits);
-            logits
-        };
-        assert_eq!(penalised(&mut alone), penalised(&mut retracted));
-        assert!(retracted.of(&again).unwrap().push(&row(&params, 3, None), 1).is_err(), "a gap is a bug");
+        assert_eq!(counts(&alone, &again), counts(&retracted, &again));
+        assert!(retracted.of_mut(&again).unwrap().push(&row(&params, 3, None), 1).is_err(), "a gap is a bug");
     }
 
     #[test]
     fn the_last_token_of_a_bad_word_is_banned_behind_the_others() {
         let bad_words = vec![vec![3], vec![1, 2], vec![1, 1, 0]];
         let params = Arc::new(SamplingParams { bad_words, ..SamplingParams::default() });
-        let banned = |histories: &mut Histories, row: &PlanRow| {
-            let mut logits = [0.0f32; 4];
-            histories.of(row).unwrap().ban(&params.bad_words, &mut logits);
-            (0..4).filter(|id| logits[*id as usize] < 0.0).collect::<Vec<TokenId>>()
+        let banned = |histories: &Histories, row: &PlanRow| {
+            let mut banned: Vec<_> =
+                histories.of(row).unwrap().banned_by(&params.bad_words).copied().collect();
+            banned.sort();
+            banned
         };
         let mut histories = Histories::default();
         // The prompt's own tokens are no part of the answer.
         let first = row(&params, 0, Some((&[1, 1], 2)));
         histories.begin(std::slice::from_ref(&first));
-        assert_eq!(banned(&mut histories, &first), [3]);
+        assert_eq!(banned(&histories, &first), [3]);
         for (index, (token, expected)) in
             [(1, vec![2, 3]), (1, vec![0, 2, 3]), (0, vec![3])].into_iter().enumerate()
         {
-            histories.of(&first).unwrap().push(&row(&params, index as u32, None), token).unwrap();
-            assert_eq!(banned(&mut histories, &first), expected, "after token {index}");
+            histories.of_mut(&first).unwrap().push(&row(&params, index as u32, None), token).unwrap();
+            assert_eq!(banned(&histories, &first), expected, "after token {index}");
         }
         let again = row(&params, 2, Some((&[1, 1, 1, 1], 2)));
         histories.begin(std::slice::from_ref(&again));
-        assert_eq!(banned(&mut histories, &again), [0, 2, 3], "after a retraction");
+        assert_eq!(banned(&histories, &again), [0, 2, 3], "after a retraction");
     }
 
     #[test]

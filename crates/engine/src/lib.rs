@@ -9,6 +9,7 @@
 //! | [`inputs`] | a plan's numbers as a forward pass takes them |
 //! | [`recordings`] | decode steps that the device repeats |
 //! | [`logits`] | logits → tokens, equal on all ranks |
+//! | [`adjust`] | what is changed in logits before |
 //! | [`histories`] | what sampling remembers of a request |
 //! | [`logprobs`] | log-probabilities |
 //! | [`masks`] | grammars, beside the forward pass |
@@ -25,6 +26,7 @@
 //! between ranks (time, arrival of messages, free memory) is decided once, by rank 0 or by a
 //! minimum over the group, and agreed before anyone acts on it.
 
+mod adjust;
 pub mod config;
 pub mod control;
 pub mod exchange;

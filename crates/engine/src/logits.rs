@@ -2,22 +2,23 @@
 //!
 //! A step in which every row takes the most likely token, of all or of those that its grammar allows, exchanges
 //! (logit, id) pairs only; otherwise whole rows of logits are gathered and every rank does the same with them. The
-//! order for one row: the log-probabilities (from the logits as they are), then allowed tokens, the grammar or end
-//! tokens before `min_tokens`, bias, penalties, bad words, and the sampler.
+//! order for one row: the log-probabilities (from the logits as they are), then allowed tokens and the grammar, bias,
+//! penalties, end tokens before `min_tokens` and bad words, and the sampler.
 //!
 //! A row whose request leaves no token ends: with an end token where its grammar is complete, whatever else forbids
 //! that one, and with [`NO_TOKEN`] otherwise.
 
+use crate::adjust::Adjustments;
 use crate::grammars::GrammarSource;
 use crate::histories::Histories;
 use crate::logprobs::Distribution;
 use crate::masks::MaskJob;
 use crate::{EngineError, Result};
 use lockstep_backend::sampler::{Sampler, argmax};
-use lockstep_backend::{Choice, RowChoice};
+use lockstep_backend::{Choice, LogitChanges, RowChoice};
 use lockstep_comm::collective::Collective;
 use lockstep_core::shard::VocabShard;
-use lockstep_core::{NO_TOKEN, RequestId, SamplingParams, TokenId};
+use lockstep_core::{NO_TOKEN, RequestId, TokenId};
 use lockstep_scheduler::{PlanRow, StepPlan};
 use lockstep_wire::{StepLogprobs, TokenLogprobs, Vocabulary};
 
@@ -57,6 +58,7 @@ pub(crate) struct LogitsReader {
     eos_tokens: Vec<TokenId>,
     reports_logprobs: bool,
     sampler: Sampler,
+    adjustments: Adjustments,
     histories: Histories,
     grammars: GrammarSource,
     gathered: Vec<f32>,
@@ -82,6 +84,7 @@ impl LogitsReader {
             eos_tokens,
             reports_logprobs,
             sampler: Sampler::default(),
+            adjustments: Adjustments::default(),
             histories: Histories::default(),
             grammars: GrammarSource::default(),
             gathered: Vec::new(),
@@ -112,10 +115,46 @@ impl LogitsReader {
         (&self.grammars, self.histories.mask_jobs(&plan.rows))
     }
 
-    /// The choice of a token for each row by the device.
-    pub(crate) fn choice<'a>(&self, rows: &'a [RowChoice]) -> Choice<'a> {
-        let Self { local_vocab, local_real, vocab_size, .. } = *self;
-        Choice { rows, local_vocab, local_real, vocab_size }
+    /// Puts together what the rows change in their logits, for [`changes`](Self::changes). Their masks must be computed.
+    pub(crate) fn prepare_changes(&mut self, plan: &StepPlan, rows: &[LogitRow]) -> Result<()> {
+        self.adjustments.clear();
+        for (at, row) in rows.iter().map(|row| &plan.rows[row.row]).enumerate() {
+            if changes_logits(row) {
+                self.adjustments.add(at, row, &self.histories, &self.eos_tokens)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What rows change in their logits, by number.
+    pub(crate) fn changes<'a>(
+        &'a self,
+        plan: &'a StepPlan,
+        rows: &'a [LogitRow],
+    ) -> Result<Vec<(usize, LogitChanges<'a>)>> {
+        self.adjustments.list(|at| &plan.rows[rows[at].row], &self.histories)
+    }
+
+    /// The choice of a token for each row by the device, after `changes`.
+    pub(crate) fn choice<'a>(
+        &self,
+        rows: &'a [RowChoice],
+        changes: &'a [(usize, LogitChanges<'a>)],
+    ) -> Choice<'a> {
+        let Self { first_id, local_vocab, local_real, vocab_size, .. } = *self;
+        Choice { rows, changes, first_id, local_vocab, local_real, vocab_size }
+    }
+
+    /// Takes in the tokens that the device chose for these rows, which changed their logits: the number of each among
+    /// `tokens`. Where it found none, a row may still end.
+    pub(crate) fn arrived(&mut self, rows: &[(usize, PlanRow)], tokens: &mut [TokenId]) -> Result<()> {
+        for (at, row) in rows {
+            let token = tokens.get_mut(*at).ok_or_else(|| {
+                EngineError::Internal(format!("the device chose no token for row {at} of {}", row.id))
+            })?;
+            *token = self.decide(row, Some(*token).filter(|token| *token != NO_TOKEN))?;
+        }
+        Ok(())
     }
 
     /// Chooses one token per row of `plan` that samples, from `local` `[logits, local_vocab]`.
@@ -189,12 +228,12 @@ impl LogitsReader {
             None => NO_TOKEN,
         };
         if token == NO_TOKEN {
-            let restricts = params.changes_logits() || row.output_index < params.min_tokens;
-            let cause = if restricts { "its constraints exclude all" } else { "no logit is a number" };
+            let cause =
+                if changes_logits(row) { "its constraints exclude all" } else { "no logit is a number" };
             tracing::warn!(request = %row.id, "no token can be chosen: {cause}");
         }
         if params.follows_output() {
-            self.histories.of(row)?.push(row, token)?;
+            self.histories.of_mut(row)?.push(row, token)?;
         }
         Ok(token)
     }
@@ -246,50 +285,25 @@ impl LogitsReader {
 
     /// The next token of a row whose logits are in `self.row`.
     fn sample(&mut self, row: &PlanRow) -> Result<TokenId> {
-        let params = &*row.sampling;
-        let is_early = row.output_index < params.min_tokens;
-        let logits = match is_early || params.changes_logits() {
+        let logits = match changes_logits(row) {
             true => {
-                self.adjust(row, is_early)?;
+                self.adjust(row)?;
                 &self.adjusted
             }
             false => &self.row,
         };
-        let found = self.sampler.sample(logits, &RowChoice::new(params, row.output_index));
+        let found = self.sampler.sample(logits, &RowChoice::new(&row.sampling, row.output_index));
         self.decide(row, found)
     }
 
     /// Copies `self.row` into `self.adjusted`, changed as the request wants.
-    fn adjust(&mut self, row: &PlanRow, is_early: bool) -> Result<()> {
-        let params = &*row.sampling;
+    fn adjust(&mut self, row: &PlanRow) -> Result<()> {
         self.adjusted.clear();
-        match &params.allowed_token_ids {
-            None => self.adjusted.extend_from_slice(&self.row),
-            Some(allowed) => {
-                self.adjusted.resize(self.row.len(), f32::NEG_INFINITY);
-                for &id in allowed {
-                    if let Some(logit) = self.row.get(id as usize) {
-                        self.adjusted[id as usize] = *logit;
-                    }
-                }
-            }
-        }
-        if params.grammar.is_some() {
-            // It says where the answer ends, so `min_tokens` does not.
-            self.histories.of(row)?.matcher().apply(&mut self.adjusted);
-        } else if is_early {
-            mask_end_tokens(&mut self.adjusted, &self.eos_tokens, params);
-        }
-        for &(id, bias) in &params.logit_bias {
-            if let Some(logit) = self.adjusted.get_mut(id as usize) {
-                *logit += bias;
-            }
-        }
-        if params.has_penalties() {
-            self.histories.of(row)?.penalise(params, &mut self.adjusted);
-        }
-        if !params.bad_words.is_empty() {
-            self.histories.of(row)?.ban(&params.bad_words, &mut self.adjusted);
+        self.adjusted.extend_from_slice(&self.row);
+        self.adjustments.clear();
+        self.adjustments.add(0, row, &self.histories, &self.eos_tokens)?;
+        for (_, changes) in self.adjustments.list(|_| row, &self.histories)? {
+            changes.apply(&mut self.adjusted);
         }
         Ok(())
     }
@@ -301,7 +315,7 @@ impl LogitsReader {
         }
         let mut step = StepLogprobs::default();
         if row.prompt_logits {
-            step.prompt = self.histories.of(row)?.take_prompt_logprobs();
+            step.prompt = self.histories.of_mut(row)?.take_prompt_logprobs();
         }
         if let Some(count) = row.sampling.logprobs.filter(|_| token != NO_TOKEN) {
             step.output.push(Distribution::of(&self.row).report(token, count));
@@ -314,7 +328,7 @@ impl LogitsReader {
 
     /// The log-probabilities of the prompt's token at `position`, which follows the logits in `self.row`.
     fn collect_prompt(&mut self, row: &PlanRow, position: usize) -> Result<()> {
-        let history = self.histories.of(row)?;
+        let history = self.histories.of_mut(row)?;
         let Some(token) = history.prompt_token(position) else { return Ok(()) };
         let count = row.sampling.prompt_logprobs.unwrap_or(0);
         let logprobs: TokenLogprobs = Distribution::of(&self.row).report(token, count);
@@ -335,21 +349,21 @@ fn takes_most_likely(row: &PlanRow) -> bool {
 }
 
 /// Whether a row wants no log-probabilities.
-fn reports_nothing(row: &PlanRow) -> bool {
+pub(crate) fn reports_nothing(row: &PlanRow) -> bool {
     row.sampling.logprobs.is_none() && !row.prompt_logits
 }
 
 /// Whether a row wants nothing but a token, chosen from the logits as the model gave them.
-pub(crate) fn leaves_logits(row: &PlanRow) -> bool {
-    let params = &*row.sampling;
-    row.output_index >= params.min_tokens && reports_nothing(row) && !params.changes_logits()
+fn leaves_logits(row: &PlanRow) -> bool {
+    reports_nothing(row) && !changes_logits(row)
 }
 
-/// Makes every token that would end the request impossible.
-fn mask_end_tokens(logits: &mut [f32], eos: &[TokenId], params: &SamplingParams) {
-    for &id in eos.iter().chain(&params.stop_token_ids) {
-        if let Some(logit) = logits.get_mut(id as usize) {
-            *logit = f32::NEG_INFINITY;
-        }
-    }
+/// Whether a row's token is chosen from logits that are changed before.
+pub(crate) fn changes_logits(row: &PlanRow) -> bool {
+    is_early(row) || row.sampling.changes_logits()
+}
+
+/// Whether the answer may not end with the row's token, unless a grammar says so.
+pub(crate) fn is_early(row: &PlanRow) -> bool {
+    row.output_index < row.sampling.min_tokens
 }

@@ -20,11 +20,9 @@ pub(crate) struct MatcherSlot {
 }
 
 impl MatcherSlot {
-    /// Makes impossible what the grammar does not allow next.
-    pub(crate) fn apply(&self, logits: &mut [f32]) {
-        if let Some(matcher) = &self.matcher {
-            matcher.apply(logits);
-        }
+    /// Which tokens the grammar allows next, as [`Matcher::words`]; `None` when no step has asked yet.
+    pub(crate) fn words(&self) -> Option<&[u32]> {
+        self.matcher.as_ref().map(Matcher::words)
     }
 
     /// The end token that the grammar allows next, if it may end here.
@@ -32,7 +30,7 @@ impl MatcherSlot {
         self.matcher.as_ref()?.end_token(eos_tokens)
     }
 
-    /// The largest logit that [`apply`](Self::apply) would leave, as [`Matcher::best`].
+    /// The largest logit of an allowed token, as [`Matcher::best`].
     pub(crate) fn best(&self, logits: &[f32], first_id: usize) -> Option<(f32, usize)> {
         match &self.matcher {
             None => argmax(logits),

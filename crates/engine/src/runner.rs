@@ -5,7 +5,7 @@
 //! device has them ([`crate::recordings`]).
 
 use crate::inputs::Inputs;
-use crate::logits::{Chosen, LogitsReader, leaves_logits};
+use crate::logits::{Chosen, LogitsReader, changes_logits, reports_nothing};
 use crate::masks;
 use crate::recordings::Recordings;
 use crate::{EngineError, Result};
@@ -13,7 +13,7 @@ use lockstep_backend::{Backend, CHOSEN_BIT, RowChoice};
 use lockstep_comm::collective::Collective;
 use lockstep_core::{Grammar, NO_TOKEN, PageId, RequestId, StepId, TokenId};
 use lockstep_model::{Decoder, Workspace};
-use lockstep_scheduler::StepPlan;
+use lockstep_scheduler::{PlanRow, StepPlan};
 use lockstep_wire::{StepLogprobs, Vocabulary};
 use std::collections::VecDeque;
 
@@ -96,6 +96,19 @@ struct Launched {
     chosen: Chosen,
     /// Its tokens are on the device, and on their way from there.
     is_on_device: bool,
+    /// Of those, rows whose next token may depend on this one, and the numbers of their tokens.
+    followed: Vec<(usize, PlanRow)>,
+}
+
+impl Launched {
+    /// Waits for the tokens, if the device has not given them yet.
+    fn arrive<B: Backend>(&mut self, backend: &mut B, logits: &mut LogitsReader) -> Result<()> {
+        if std::mem::take(&mut self.is_on_device) {
+            backend.take_chosen(&mut self.chosen.tokens)?;
+            logits.arrived(&std::mem::take(&mut self.followed), &mut self.chosen.tokens)?;
+        }
+        Ok(())
+    }
 }
 
 impl<B: Backend> ModelRunner<B> {
@@ -111,7 +124,12 @@ impl<B: Backend> ModelRunner<B> {
             inputs: Inputs::new(page_size),
             choices: Vec::new(),
             launched: VecDeque::with_capacity(2),
-            newest: Launched { step: StepId::MAX, chosen: Chosen::default(), is_on_device: false },
+            newest: Launched {
+                step: StepId::MAX,
+                chosen: Chosen::default(),
+                is_on_device: false,
+                followed: Vec::new(),
+            },
             spare: Vec::new(),
         }
     }
@@ -144,13 +162,13 @@ impl<B: Backend> ModelRunner<B> {
         self.recordings.set(is_on);
     }
 
-    /// Whether the device chooses all tokens of a step; if so, how, in `self.choices`.
+    /// Whether the device chooses all tokens of a step (not those with log-probabilities); if so, how, in `self.choices`.
     fn device_chooses(&mut self, plan: &StepPlan) -> bool {
         let Self { model, inputs, choices, .. } = self;
         choices.clear();
         for row in inputs.logit_rows().iter().map(|logits| &plan.rows[logits.row]) {
             let choice = RowChoice::new(&row.sampling, row.output_index);
-            if !leaves_logits(row) || !model.backend.can_choose(&choice) {
+            if !reports_nothing(row) || !model.backend.can_choose(&choice) {
                 return false;
             }
             choices.push(choice);
@@ -178,21 +196,29 @@ impl<B: Backend> Runner for ModelRunner<B> {
         let (launched, newest) = (&self.launched, &self.newest);
         self.inputs.fill(plan, |step, index| sampled(launched, newest, step, index))?;
         let is_on_device = self.device_chooses(plan);
+        // What a row changes depends on the tokens before it. Those that the device still keeps to itself are there long
+        // before this step's logits: they are taken once the forward pass is queued.
+        let is_late = self.launched.iter().any(|step| step.is_on_device)
+            && plan.rows.iter().any(|row| row.sampling.needs_history());
+        if is_late {
+            self.recordings.forward(&mut self.model, &mut self.inputs)?;
+            self.take_from_device()?;
+        }
         let (grammars, masks) = self.logits.begin(plan);
         std::thread::scope(|scope| {
             masks::compute(scope, grammars, masks);
-            self.recordings.forward(&mut self.model, &mut self.inputs)
+            if is_late { Ok(()) } else { self.recordings.forward(&mut self.model, &mut self.inputs) }
         })?;
         let mut chosen = self.spare.pop().unwrap_or_default();
         chosen.clear();
-        if is_on_device {
-            let choice = self.logits.choice(&self.choices);
-            let Model { backend, collective, work, .. } = &mut self.model;
-            backend.choose(&**collective, work.logits(), &choice)?;
-        } else {
-            self.choose_on_host(plan, &mut chosen)?;
-        }
-        self.launched.push_back(Launched { step: plan.step, chosen, is_on_device });
+        let followed = match is_on_device {
+            true => self.choose_on_device(plan)?,
+            false => {
+                self.choose_on_host(plan, &mut chosen)?;
+                Vec::new()
+            }
+        };
+        self.launched.push_back(Launched { step: plan.step, chosen, is_on_device, followed });
         Ok(())
     }
 
@@ -206,9 +232,7 @@ impl<B: Backend> Runner for ModelRunner<B> {
             .launched
             .pop_front()
             .ok_or_else(|| EngineError::Internal("no step is in flight, so none can be collected".into()))?;
-        if std::mem::take(&mut oldest.is_on_device) {
-            self.model.backend.take_chosen(&mut oldest.chosen.tokens)?;
-        }
+        oldest.arrive(&mut self.model.backend, &mut self.logits)?;
         tokens.clear();
         tokens.extend_from_slice(&oldest.chosen.tokens);
         let step = oldest.step;
@@ -235,6 +259,24 @@ impl<B: Backend> Runner for ModelRunner<B> {
 }
 
 impl<B: Backend> ModelRunner<B> {
+    /// Waits for the tokens of all steps in flight that the device chose.
+    fn take_from_device(&mut self) -> Result<()> {
+        let Self { launched, model, logits, .. } = self;
+        launched.iter_mut().try_for_each(|step| step.arrive(&mut model.backend, logits))
+    }
+
+    /// Queues the choice by `self.choices`; gives the rows whose next token may depend on what is chosen.
+    fn choose_on_device(&mut self, plan: &StepPlan) -> Result<Vec<(usize, PlanRow)>> {
+        let rows = self.inputs.logit_rows();
+        self.logits.prepare_changes(plan, rows)?;
+        let changes = self.logits.changes(plan, rows)?;
+        let choice = self.logits.choice(&self.choices, &changes);
+        let Model { backend, collective, work, .. } = &mut self.model;
+        backend.choose(&**collective, work.logits_mut(), &choice)?;
+        let followed = rows.iter().map(|row| &plan.rows[row.row]).enumerate();
+        Ok(followed.filter(|(_, row)| changes_logits(row)).map(|(at, row)| (at, row.clone())).collect())
+    }
+
     /// Waits for the step's logits and chooses from them.
     fn choose_on_host(&mut self, plan: &StepPlan, chosen: &mut Chosen) -> Result<()> {
         let Model { backend, collective, work, .. } = &mut self.model;

@@ -67,13 +67,3 @@ fn document_of_32_requests(bencher: Bencher) {
             matchers
         });
 }
-
-/// Applying one mask to one row of logits.
-#[divan::bench]
-fn apply(bencher: Bencher) {
-    let mut matcher = grammars().matcher(&Grammar::JsonSchema(SCHEMA.into()));
-    matcher.push(&[u32::from(b'{')]);
-    matcher.compute_mask();
-    let mut logits = vec![0.0; TOKENS];
-    bencher.bench_local(|| matcher.apply(divan::black_box(&mut logits)));
-}

@@ -43,25 +43,14 @@ impl Matcher {
         eos_tokens.iter().copied().find(may_follow)
     }
 
-    /// Makes impossible what the computed mask does not allow; everything when the grammar has failed. Needs a
-    /// [`compute_mask`](Self::compute_mask) since the last [`push`](Self::push).
-    pub fn apply(&self, logits: &mut [f32]) {
-        for (index, part) in logits.chunks_mut(32).enumerate() {
-            // Most words of most masks allow nothing at all.
-            match self.allowed(32 * index) {
-                0 => part.fill(f32::NEG_INFINITY),
-                u32::MAX => {}
-                bits => {
-                    part.iter_mut().enumerate().filter(|(bit, _)| bits >> bit & 1 == 0).for_each(|(_, l)| {
-                        *l = f32::NEG_INFINITY;
-                    })
-                }
-            }
-        }
+    /// The computed mask: a bit for each token, the lowest of a word first; tokens beyond its end are not allowed. Empty
+    /// when the grammar has failed. Needs a [`compute_mask`](Self::compute_mask) since the last [`push`](Self::push).
+    pub fn words(&self) -> &[u32] {
+        self.mask.as_ref().map_or(&[], SimpleVob::as_slice)
     }
 
-    /// The largest logit that [`apply`](Self::apply) would leave, and its index in `logits`, which begin at token
-    /// `first_id` of the vocabulary; ties go to the smaller index, NaN never wins. `None` when nothing is left that is
+    /// The largest logit that the computed mask allows, and its index in `logits`, which begin at token `first_id` of the
+    /// vocabulary; ties go to the smaller index, NaN never wins. `None` when nothing is left that is
     /// larger than negative infinity.
     pub fn best(&self, logits: &[f32], first_id: usize) -> Option<(f32, usize)> {
         let mut best = (f32::NEG_INFINITY, usize::MAX);
@@ -81,8 +70,7 @@ impl Matcher {
 
     /// Which of the 32 tokens from `first` on are allowed, a bit each.
     fn allowed(&self, first: usize) -> u32 {
-        let Some(mask) = &self.mask else { return 0 };
-        let word = |at: usize| mask.as_slice().get(at).copied().unwrap_or(0);
+        let word = |at: usize| self.words().get(at).copied().unwrap_or(0);
         match first % 32 {
             0 => word(first / 32),
             shift => word(first / 32) >> shift | word(first / 32 + 1) << (32 - shift),

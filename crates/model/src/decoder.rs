@@ -84,6 +84,11 @@ impl<B: Backend> Workspace<B> {
         &self.logits
     }
 
+    /// The same, for whoever changes them before a token is chosen.
+    pub fn logits_mut(&mut self) -> &mut B::Tensor {
+        &mut self.logits
+    }
+
     /// Rows of logits that a step may want.
     pub fn logits_max(&self) -> usize {
         self.logits_max

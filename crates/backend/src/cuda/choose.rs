@@ -8,7 +8,8 @@ use super::driver::Address;
 use super::launch::{Args, Grid, Kernel, Module};
 use super::memory::{Buffer, List, Pinned, Staging};
 use super::peers::DataPlane;
-use super::sample::{Logits, ROWS_MAX, RowParams, Sampling};
+use super::sample::{Logits, ROWS_MAX, RowChange, RowParams, Sampling};
+use crate::changes::LogitChanges;
 use crate::choice::Choice;
 use crate::{BackendError, Result};
 use lockstep_core::TokenId;
@@ -17,6 +18,8 @@ use std::rc::Rc;
 
 /// Steps whose tokens may be on their way to the host.
 const STEPS: usize = 2;
+/// Rows that may change their logits in a step: the second dimension of a grid.
+const GRID_Y_MAX: usize = 65_535;
 /// Bytes of all ranks' logits that are gathered at a time, so long as they hold one row.
 const GATHERED_BYTES: usize = 64 << 20;
 
@@ -27,6 +30,10 @@ pub(super) struct Chooser {
     pick: Kernel,
     /// How each row of the step chooses.
     params: List<RowParams>,
+    /// What rows of the step change, and the entries of that.
+    changes: List<RowChange>,
+    words: List<u32>,
+    words_of_step: Vec<u32>,
     /// Each row's largest logit and its column.
     local: Option<Buffer>,
     /// The same of every rank, or every rank's logits.
@@ -57,7 +64,10 @@ impl Chooser {
             device: Rc::clone(device),
             sampling: Sampling::new(device)?,
             pick: module.kernel("pick", 0)?,
-            params: List::default(),
+            params: List::unrecorded(),
+            changes: List::unrecorded(),
+            words: List::unrecorded(),
+            words_of_step: Vec::new(),
             local: None,
             gathered: None,
             chosen: chosen_buffer(device, 1024)?,
@@ -114,11 +124,31 @@ impl Chooser {
             self.device.note_move();
             self.chosen = chosen_buffer(&self.device, rows.next_power_of_two())?;
         }
+        if !choice.changes.is_empty() {
+            self.queue_changes(staging, logits, choice)?;
+        }
         match choice.rows.iter().all(|row| row.is_greedy()) {
             true => self.queue_greedy(plane, logits, choice)?,
             false => self.queue_drawn(staging, plane, logits, choice)?,
         }
         self.send(rows)
+    }
+
+    /// What rows change in this rank's logits.
+    fn queue_changes(&mut self, staging: &mut Staging, logits: Address, choice: &Choice<'_>) -> Result<()> {
+        self.words_of_step.clear();
+        let of_row = |(row, changes): &(usize, LogitChanges<'_>)| {
+            RowChange::new(*row, changes, &mut self.words_of_step)
+        };
+        let changes: Vec<RowChange> = choice.changes.iter().map(of_row).collect();
+        assert!(changes.len() <= GRID_Y_MAX, "{} rows that change their logits", changes.len());
+        let words = self.words.set(&self.device, staging, &self.words_of_step)?;
+        let on_device = (self.changes.set(&self.device, staging, &changes)?, words);
+        let rows = choice.rows.len();
+        let logits = Logits { start: logits, stride: choice.local_vocab, vocab: choice.local_real, rows };
+        // SAFETY: the logits are the caller's and have all rows of the choice; both lists were just set.
+        unsafe { self.sampling.queue_changes(logits, choice.first_id, &changes, on_device) };
+        Ok(())
     }
 
     /// The most likely token of each row.

@@ -252,11 +252,20 @@ impl Staging {
 pub(super) struct List<T> {
     host: Vec<T>,
     buffer: Option<Buffer>,
+    /// Recordings may name its address.
+    is_recorded: bool,
 }
 
 impl<T> Default for List<T> {
     fn default() -> Self {
-        Self { host: Vec::new(), buffer: None }
+        Self { host: Vec::new(), buffer: None, is_recorded: true }
+    }
+}
+
+impl<T> List<T> {
+    /// Of numbers that only launches outside recordings read, so that recordings outlive its growth.
+    pub fn unrecorded() -> Self {
+        Self { is_recorded: false, ..Self::default() }
     }
 }
 
@@ -271,7 +280,9 @@ impl<T: Pod + PartialEq> List<T> {
                 buffer
             }
             buffer => {
-                device.note_move();
+                if self.is_recorded {
+                    device.note_move();
+                }
                 let room = values.len().next_power_of_two().max(LIST_MIN) * size_of::<T>();
                 buffer.insert(Buffer::zeroed(device, room, "the numbers of a step")?)
             }

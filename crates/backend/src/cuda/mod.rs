@@ -428,7 +428,7 @@ impl Backend for CudaBackend {
     fn choose(
         &mut self,
         collective: &dyn Collective,
-        logits: &CudaTensor,
+        logits: &mut CudaTensor,
         choice: &Choice<'_>,
     ) -> Result<()> {
         let from = logits.rows(choice.rows.len(), choice.local_vocab, DType::F32);

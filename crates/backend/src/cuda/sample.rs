@@ -1,8 +1,8 @@
 //! Tokens chosen from logits on the device, as the host's sampler chooses them (`sample.cu`).
 //!
 //! **Invariants:** the launches depend on the number of rows only, and their addresses never change, so that
-//! they can be recorded; a row's token depends on its logits and parameters alone. What changes logits
-//! before (penalties, biases, grammars) is the host's, which then chooses itself.
+//! they can be recorded; a row's token depends on its logits and parameters alone. What changes logits before
+//! (penalties, biases, grammars) has two launches more.
 
 use super::compile::Source;
 use super::device::Device;
@@ -10,6 +10,7 @@ use super::driver::Address;
 use super::launch::{Args, Grid, Kernel};
 use super::memory::Buffer;
 use crate::Result;
+use crate::changes::LogitChanges;
 use crate::choice::RowChoice;
 use bytemuck::{Pod, Zeroable};
 use lockstep_core::DType;
@@ -67,6 +68,67 @@ impl From<&RowChoice> for RowParams {
     }
 }
 
+/// No place: `NONE` of `sample.cu`.
+const NONE: u32 = u32::MAX;
+
+/// What one row changes: `Change` of `sample.cu`, its entries places in the words of the step.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct RowChange {
+    row: u32,
+    allowed: u32,
+    allowed_words: u32,
+    bias: u32,
+    bias_count: u32,
+    seen: u32,
+    seen_count: u32,
+    banned: u32,
+    banned_count: u32,
+    repetition: f32,
+    frequency: f32,
+    presence: f32,
+}
+
+impl RowChange {
+    /// Of row `row`; its entries are appended to `words`.
+    pub fn new(row: usize, changes: &LogitChanges<'_>, words: &mut Vec<u32>) -> Self {
+        let mut append = |entries: &[u32]| {
+            let place = words.len() as u32;
+            words.extend_from_slice(entries);
+            place
+        };
+        let allowed = changes.allowed.map_or(NONE, &mut append);
+        let seen = changes.penalties.map_or(&[][..], |penalties| penalties.seen);
+        let seen_at = append(bytemuck::cast_slice(seen));
+        let banned = append(changes.banned);
+        let bias = words.len() as u32;
+        words.extend(changes.bias.iter().flat_map(|(token, bias)| [*token, bias.to_bits()]));
+        let penalties = changes.penalties;
+        Self {
+            row: row as u32,
+            allowed,
+            allowed_words: changes.allowed.map_or(0, <[u32]>::len) as u32,
+            bias,
+            bias_count: changes.bias.len() as u32,
+            seen: seen_at,
+            seen_count: seen.len() as u32,
+            banned,
+            banned_count: changes.banned.len() as u32,
+            repetition: penalties.map_or(1.0, |p| p.repetition),
+            frequency: penalties.map_or(0.0, |p| p.frequency),
+            presence: penalties.map_or(0.0, |p| p.presence),
+        }
+    }
+
+    fn masks(&self) -> bool {
+        self.allowed != NONE
+    }
+
+    fn changes_single_tokens(&self) -> bool {
+        self.bias_count + self.seen_count + self.banned_count > 0
+    }
+}
+
 /// The logits that tokens are chosen from: `[ranks][rows][stride]`, f32, ranks with ascending ids.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Logits {
@@ -82,6 +144,8 @@ pub(super) struct Logits {
 
 /// The kernels, and room for [`ROWS_MAX`] rows.
 pub(super) struct Sampling {
+    mask: Kernel,
+    change: Kernel,
     best_kernel: Kernel,
     weigh: Kernel,
     pick: Kernel,
@@ -102,6 +166,8 @@ impl Sampling {
         let room = |bytes| Buffer::zeroed(device, bytes, "choosing tokens");
         let pair = 2 * size_of::<f32>();
         Ok(Self {
+            mask: module.kernel("sample_mask", 0)?,
+            change: module.kernel("sample_change", 0)?,
             best_kernel: module.kernel("sample_best", 0)?,
             weigh: module.kernel("sample_weigh", 0)?,
             pick: module.kernel("sample_pick", 0)?,
@@ -115,8 +181,38 @@ impl Sampling {
         })
     }
 
+    /// Queues the changes of some rows of `[rows, stride]` logits, of which the first `cols` are tokens from `first_id`
+    /// on. `on_device` is where `changes` and the words they name are.
+    ///
+    /// # Safety
+    /// The logits are as described and have all rows named; `on_device` holds what it says.
+    pub unsafe fn queue_changes(
+        &self,
+        logits: Logits,
+        first_id: usize,
+        changes: &[RowChange],
+        on_device: (Address, Address),
+    ) {
+        let Logits { start, stride, vocab, .. } = logits;
+        let args = || {
+            let args = Args::default().address(start).int(stride).int(first_id).int(vocab);
+            args.address(on_device.0).address(on_device.1)
+        };
+        // SAFETY: the caller's promise, for both.
+        unsafe {
+            if changes.iter().any(RowChange::masks) {
+                let blocks = blocks_of_row(changes.len(), vocab, self.sm_count);
+                self.mask.launch(Grid { blocks: [blocks, changes.len(), 1], threads: THREADS }, args());
+            }
+            if changes.iter().any(RowChange::changes_single_tokens) {
+                self.change.launch(Grid { blocks: [changes.len(), 1, 1], threads: THREADS }, args());
+            }
+        }
+    }
+
     /// Queues the largest logit of each row, f32, and its column, u32, the first of equal ones, into `pairs`;
-    /// minus infinity and 0 where there is none. The columns are also written to `chosen`.
+    /// minus infinity and 0 where there is none. The columns are also written to `chosen`,
+    /// [`NO_TOKEN`](lockstep_core::NO_TOKEN) where there is none.
     ///
     /// # Safety
     /// The logits are as described; `pairs` holds one for each row, and `chosen` a u32.
@@ -167,6 +263,7 @@ fn blocks_of_row(rows: usize, vocab: usize, sm_count: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::changes::{Penalties, SeenToken};
 
     #[test]
     fn blocks_fit_their_room_and_have_work() {
@@ -183,8 +280,33 @@ mod tests {
     }
 
     #[test]
+    fn entries_of_changed_rows_are_found_in_the_words() {
+        let seen = [SeenToken { token: 4, in_output: 2 }];
+        let changes = LogitChanges {
+            allowed: Some(&[7, 8]),
+            bias: &[(5, 1.0), (6, -1.0)],
+            penalties: Some(Penalties { repetition: 1.5, frequency: 0.25, presence: 0.5, seen: &seen }),
+            banned: &[9],
+        };
+        let mut words = vec![99];
+        let row = RowChange::new(3, &changes, &mut words);
+        let at = |place: u32, count: u32| &words[place as usize..][..count as usize];
+        assert_eq!((row.row, at(row.allowed, row.allowed_words)), (3, &[7, 8][..]));
+        assert_eq!(at(row.bias, 2 * row.bias_count), [5, 1f32.to_bits(), 6, (-1f32).to_bits()]);
+        assert_eq!(
+            (at(row.seen, 2 * row.seen_count), at(row.banned, row.banned_count)),
+            (&[4, 2][..], &[9][..])
+        );
+        assert_eq!((row.repetition, row.frequency, row.presence), (1.5, 0.25, 0.5));
+        assert!(row.masks() && row.changes_single_tokens());
+        let bans = LogitChanges { banned: &[1], ..LogitChanges::default() };
+        assert!(!RowChange::new(0, &bans, &mut words).masks());
+    }
+
+    #[test]
     fn parameters_are_laid_out_as_the_kernel_declares_them() {
         assert_eq!(size_of::<RowParams>(), 32);
         assert_eq!(std::mem::offset_of!(RowParams, seed), 16);
+        assert_eq!(size_of::<RowChange>(), 48);
     }
 }

@@ -243,24 +243,25 @@ impl<B: Backend> Run<B> {
             logit_tokens: &logit_tokens,
         };
         let context = (&mut self.backend, &OneRank as &dyn lockstep_comm::collective::Collective);
-        let logits = self
-            .decoder
+        self.decoder
             .forward(context, &input, &mut self.cache, &mut self.work)
             .map_err(CliError::with(ExitCode::Internal))?;
         let internal = CliError::with(ExitCode::Internal);
         // As a server does it for greedy requests.
         let greedy = vec![RowChoice::new(&SamplingParams::default(), 0); requests];
         if !self.backend.can_choose(&greedy[0]) {
-            std::hint::black_box(self.backend.read(logits, requests).map_err(&internal)?);
+            std::hint::black_box(self.backend.read(self.work.logits(), requests).map_err(&internal)?);
             return Ok(());
         }
         let choice = Choice {
             rows: &greedy,
+            changes: &[],
+            first_id: 0,
             local_vocab: self.decoder.vocab_shard().padded.len(),
             local_real: self.vocab_size,
             vocab_size: self.vocab_size,
         };
-        self.backend.choose(&OneRank, logits, &choice).map_err(&internal)?;
+        self.backend.choose(&OneRank, self.work.logits_mut(), &choice).map_err(&internal)?;
         self.backend.take_chosen(&mut Vec::new()).map_err(&internal)
     }
 }
