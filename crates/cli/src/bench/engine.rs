@@ -87,17 +87,23 @@ pub fn latency(flags: &LatencyFlags) -> Result<()> {
     }
     for (&batch, report) in flags.batch.iter().zip(runs[1..].iter().skip(1).step_by(2)) {
         let prefill = report.first_tokens(batch).unwrap_or_default().as_secs_f64() * 1e3;
-        let step = report.step_time(batch).unwrap_or_default().as_secs_f64() * 1e3;
+        let step = report.step_time(batch).map(|time| time.as_secs_f64() * 1e3);
         if flags.engine.json {
             let json = serde_json::json!({
                 "model": flags.engine.model, "tp": flags.engine.tp, "device": flags.engine.device, "batch": batch,
                 "prompt": flags.prompt, "prefill_ms": prefill, "tpot_ms": step,
             });
             say_line(format_args!("{json}"))?;
-        } else {
+        } else if let Some(step) = step {
             say_line(format_args!(
                 "{batch:>6}  {prefill:>13.2}  {step:>12.3}  {:>12.0}",
                 batch as f64 * 1e3 / step
+            ))?;
+        } else {
+            say_line(format_args!(
+                "{batch:>6}  {prefill:>13.2}  {:>12}  {:>12}  never decoded all at once: the memory for KV holds fewer such \
+                 requests, or --tokens is too small; lower --batch or --prompt",
+                "-", "-"
             ))?;
         }
     }
