@@ -264,9 +264,9 @@ fn e1_the_index_decides_which_files_belong_to_the_model() {
     check_at(&["load_sharded", "load_stale_shard", "load_symlinked"], &[1, 2]);
     let served = serve("load_extra", 1);
     assert_greedy(&served.server, &served.fixture, 1);
-    let warnings = served.server.output().lines().filter(|l| l.contains("foo.bar")).count();
-    assert_eq!(warnings, 1, "one warning names the unknown tensors: {}", served.server.output());
-    served.server.stop();
+    let output = served.server.stop();
+    let warnings = output.lines().filter(|l| l.contains("foo.bar")).count();
+    assert_eq!(warnings, 1, "one warning names the unknown tensors: {output}");
 }
 
 #[test]
@@ -394,9 +394,9 @@ fn e6_a_model_without_a_template_says_so() {
     let message = response.json()["error"]["message"].as_str().unwrap_or_default().to_owned();
     assert!(message.contains("chat template") && message.contains("--chat-template"), "{message}");
     assert_eq!(server.complete("A", json!({})).text, " alpha beta gamma delta");
-    let warnings = server.output().lines().filter(|l| l.contains("chat template")).count();
-    assert_eq!(warnings, 1, "one warning at start: {}", server.output());
-    served.server.stop();
+    let output = served.server.stop();
+    let warnings = output.lines().filter(|l| l.contains("chat template")).count();
+    assert_eq!(warnings, 1, "one warning at start: {output}");
 }
 
 #[test]

@@ -126,12 +126,14 @@ impl Server {
         }
     }
 
-    /// SIGTERM, then a drain: the launcher ends with code 0 in time and nothing is left.
-    pub fn stop(mut self) {
+    /// SIGTERM, then a drain: the launcher ends with code 0 in time and nothing is left. Gives all that was printed, where
+    /// [`output`](Self::output) has what came so far: logs of other processes come when they come.
+    pub fn stop(mut self) -> String {
         self.signal(Signal::Term);
         let exit = self.wait_exit(EXIT_LIMIT);
         assert_eq!(exit.code, Some(0), "exit after SIGTERM when idle; output:\n{}", exit.output);
         self.wait_gone(Duration::from_secs(1));
+        exit.output
     }
 
     /// The body of a completions request: greedy, `extra` merged in.
