@@ -409,7 +409,13 @@ fn about_the_server() -> Value {
             json!({}),
         ),
         "FlightFiles": object(json!({"files": list(text())}), json!({})),
-        "Trace": object(json!({"traceEvents": list(json!({"type": "object"}))}), json!({})),
+        "Trace": object(
+            json!({
+                "displayTimeUnit": {"const": "ms"}, "traceEvents": list(json!({"type": "object"})),
+                "otherData": object(json!({"events": count(), "lost": count()}), json!({})),
+            }),
+            json!({}),
+        ),
         "OpenApi": {"type": "object", "required": ["openapi", "info", "paths"]},
     })
 }
