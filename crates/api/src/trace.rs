@@ -42,7 +42,11 @@ pub(crate) async fn trace(State(app): State<Arc<App>>, uri: Uri) -> Answer {
         tokio::time::sleep(LOOK.min(end - tokio::time::Instant::now())).await;
         recording.look();
     }
-    json_text(StatusCode::OK, recording.json())
+    // Up to hundreds of megabytes, which no other answer should wait for.
+    match tokio::task::spawn_blocking(move || recording.json()).await {
+        Ok(json) => json_text(StatusCode::OK, json),
+        Err(error) => refuse(&Refusal::internal(format!("the trace cannot be written: {error}"))),
+    }
 }
 
 /// The value of `seconds` in a query.

@@ -6,10 +6,14 @@ use rustix::mm::{MapFlags, ProtFlags};
 use std::ffi::CStr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 /// A step that failed, in the middle of a sentence, and what the system said.
 pub(crate) type Failed = (&'static str, Errno);
+
+/// Offsets of what every header begins with.
+const MAGIC: usize = 0;
+const VERSION: usize = 8;
 
 /// The first bytes of a memfd, mapped into this process. Reached through atomics only, or through
 /// raw pointers whose users have a protocol.
@@ -66,6 +70,22 @@ impl Mapping {
         let base = base.map_err(|e| ("cannot be mapped", e))?;
         let base = NonNull::new(base.cast()).expect("invariant: the kernel never maps page 0 unasked");
         Ok(Self { base, bytes })
+    }
+
+    /// Says what the memory is and in which version; last of its header, whose other numbers it publishes.
+    pub(crate) fn publish_header(&self, magic: u64, version: u32) {
+        self.word(VERSION).store(version, Ordering::Relaxed);
+        self.long(MAGIC).store(magic, Ordering::Release);
+    }
+
+    /// Whether [`publish_header`](Self::publish_header) said this; the error is what was found instead.
+    pub(crate) fn check_header(&self, magic: u64, version: u32) -> Result<(), String> {
+        let found_magic = self.long(MAGIC).load(Ordering::Acquire);
+        let found_version = self.word(VERSION).load(Ordering::Relaxed);
+        match (found_magic, found_version) == (magic, version) {
+            true => Ok(()),
+            false => Err(format!("magic {found_magic:#x}, version {found_version}")),
+        }
     }
 
     /// The 32-bit number at `offset`.

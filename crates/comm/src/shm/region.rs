@@ -11,8 +11,6 @@ const MAGIC: u64 = u64::from_be_bytes(*b"LOCKSTEP");
 /// Raised whenever the layout or the protocol changes.
 const VERSION: u32 = 2;
 
-const HEADER_MAGIC: usize = 0;
-const HEADER_VERSION: usize = 8;
 const HEADER_SIZE: usize = 12;
 const HEADER_SLOT_BYTES: usize = 16;
 
@@ -31,10 +29,9 @@ impl SharedRegion {
     pub fn create(layout: ShmLayout) -> Result<OwnedFd> {
         let fd = Mapping::create(c"lockstep-rank-group", layout.total_bytes()).map_err(region_error)?;
         let region = Self::map_as(&fd, layout)?;
-        region.word(HEADER_VERSION).store(VERSION, Ordering::Relaxed);
         region.word(HEADER_SIZE).store(layout.size() as u32, Ordering::Relaxed);
         region.long(HEADER_SLOT_BYTES).store(layout.slot_bytes() as u64, Ordering::Relaxed);
-        region.long(HEADER_MAGIC).store(MAGIC, Ordering::Release);
+        region.memory.publish_header(MAGIC, VERSION);
         Ok(fd)
     }
 
@@ -54,15 +51,9 @@ impl SharedRegion {
             });
         }
         let header = Self::map_as(fd, smallest)?;
-        let magic = header.long(HEADER_MAGIC).load(Ordering::Acquire);
-        let version = header.word(HEADER_VERSION).load(Ordering::Relaxed);
-        if magic != MAGIC || version != VERSION {
-            return Err(CollectiveError::Region {
-                problem: format!(
-                    "the descriptor is not a rank group of this binary (magic {magic:#x}, version {version})"
-                ),
-            });
-        }
+        header.memory.check_header(MAGIC, VERSION).map_err(|found| CollectiveError::Region {
+            problem: format!("the descriptor is not a rank group of this binary ({found})"),
+        })?;
         let size = header.word(HEADER_SIZE).load(Ordering::Relaxed) as usize;
         let slot_bytes = header.long(HEADER_SLOT_BYTES).load(Ordering::Relaxed);
         let layout = ShmLayout::new(size, usize::try_from(slot_bytes).unwrap_or(usize::MAX))?;

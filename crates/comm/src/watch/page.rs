@@ -14,7 +14,6 @@ const MAGIC: u64 = u64::from_be_bytes(*b"LOCKWTCH");
 /// Raised whenever the layout changes.
 const VERSION: u32 = 1;
 const HEADER_BYTES: usize = 4096;
-const HEADER_VERSION: usize = 8;
 const HEADER_MARKS: usize = 12;
 /// Most marks of a page: ranks, tokenizers and a few others.
 const MARKS_MAX: usize = 512;
@@ -168,9 +167,8 @@ impl WatchPage {
         }
         let fd = Mapping::create(c"lockstep-watch", total_bytes(marks))?;
         let memory = Mapping::map(&fd, total_bytes(marks))?;
-        memory.word(HEADER_VERSION).store(VERSION, Ordering::Relaxed);
         memory.word(HEADER_MARKS).store(marks as u32, Ordering::Relaxed);
-        memory.long(0).store(MAGIC, Ordering::Release);
+        memory.publish_header(MAGIC, VERSION);
         Ok((fd, Self { memory: Arc::new(memory), marks }))
     }
 
@@ -185,12 +183,9 @@ impl WatchPage {
             )));
         }
         let header = Mapping::map(fd, HEADER_BYTES)?;
-        let magic = header.long(0).load(Ordering::Acquire);
-        let version = header.word(HEADER_VERSION).load(Ordering::Relaxed);
-        if magic != MAGIC || version != VERSION {
-            let found = format!("magic {magic:#x}, version {version}");
-            return Err(WatchError(format!("the descriptor is none of this binary ({found})")));
-        }
+        header
+            .check_header(MAGIC, VERSION)
+            .map_err(|found| WatchError(format!("the descriptor is none of this binary ({found})")))?;
         let marks = header.word(HEADER_MARKS).load(Ordering::Relaxed) as usize;
         if !(1..=MARKS_MAX).contains(&marks) || file_bytes != total_bytes(marks) {
             return Err(WatchError(format!("{marks} marks do not fit a descriptor of {file_bytes} bytes")));

@@ -63,7 +63,7 @@ pub const UNKNOWN_KEY_WANT: &str =
 
 /// What the name of a key that no reader knows is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Subject {
+enum Subject {
     /// It may change the answers: refused unless it is switched off.
     Mathematics,
     /// Training and the like: passes in silence.
@@ -73,7 +73,7 @@ pub enum Subject {
 }
 
 /// What `key` is about, by the words of its name.
-pub fn subject_of(key: &str) -> Subject {
+fn subject_of(key: &str) -> Subject {
     let key = key.to_ascii_lowercase();
     let has = |parts: &[&str]| parts.iter().any(|part| key.contains(part));
     match (has(BOOKKEEPING), has(MATHEMATICAL)) {
@@ -81,6 +81,20 @@ pub fn subject_of(key: &str) -> Subject {
         (_, true) => Subject::Mathematics,
         _ => Subject::Unclear,
     }
+}
+
+/// Of keys that no reader knows, each with whether it switches anything on: those to warn of, in order. The error is the
+/// first that is refused.
+pub fn noted<'a>(unknown: impl IntoIterator<Item = (&'a str, bool)>) -> Result<Vec<&'a str>, &'a str> {
+    let mut noted = Vec::new();
+    for (key, is_on) in unknown {
+        match subject_of(key) {
+            Subject::Mathematics if is_on => return Err(key),
+            Subject::Bookkeeping => {}
+            Subject::Mathematics | Subject::Unclear => noted.push(key),
+        }
+    }
+    Ok(noted)
 }
 
 #[cfg(test)]

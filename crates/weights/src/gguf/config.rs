@@ -256,8 +256,7 @@ impl Reader<'_> {
         let foreign = FAMILY_KEYS.iter().filter(|(_, families)| !families.contains(&self.family));
         for key in MUST_BE_OFF.iter().chain(foreign.map(|(key, _)| key)) {
             let full = self.key(key);
-            let off = self.metadata.flag(&full) == Some(false) || self.metadata.number(&full) == Some(0.0);
-            if self.metadata.contains(&full) && !off {
+            if self.metadata.contains(&full) && !self.is_off(&full) {
                 return Err(self.unsupported(key, "only absent or 0"));
             }
         }

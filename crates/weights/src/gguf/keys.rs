@@ -2,7 +2,7 @@
 
 use super::Metadata;
 use super::header::RawTensor;
-use lockstep_core::config::unknown::{Subject, UNKNOWN_KEY_WANT, subject_of};
+use lockstep_core::config::unknown::{UNKNOWN_KEY_WANT, noted};
 use lockstep_core::{ConfigError, Family};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -54,21 +54,19 @@ impl Reader<'_> {
     ///
     /// One that is switched on and whose name speaks of the mathematics is refused, the others are for a warning.
     pub fn unread(&self) -> Result<Vec<String>> {
-        let prefix = format!("{}.", self.family.name());
         let asked = self.asked.borrow().clone();
-        let mut unread = Vec::new();
-        for full in self.metadata.keys().filter(|full| !asked.contains(*full)) {
-            let Some(key) = full.strip_prefix(&prefix).filter(|key| !WITHOUT_EFFECT.contains(key)) else {
-                continue;
-            };
-            let is_off = self.metadata.flag(full) == Some(false) || self.metadata.number(full) == Some(0.0);
-            match subject_of(key) {
-                Subject::Mathematics if !is_off => return Err(self.unsupported(key, UNKNOWN_KEY_WANT)),
-                Subject::Bookkeeping => {}
-                Subject::Mathematics | Subject::Unclear => unread.push(full.to_owned()),
-            }
+        let prefix = self.key("");
+        let own = self.metadata.keys().filter_map(|full| Some((full, full.strip_prefix(&prefix)?)));
+        let unknown = own.filter(|(full, key)| !asked.contains(*full) && !WITHOUT_EFFECT.contains(key));
+        match noted(unknown.map(|(full, key)| (key, !self.is_off(full)))) {
+            Ok(noted) => Ok(noted.into_iter().map(|key| self.key(key)).collect()),
+            Err(key) => Err(self.unsupported(key, UNKNOWN_KEY_WANT)),
         }
-        Ok(unread)
+    }
+
+    /// Whether the key of this full name says false or 0.
+    pub fn is_off(&self, full: &str) -> bool {
+        self.metadata.flag(full) == Some(false) || self.metadata.number(full) == Some(0.0)
     }
 
     /// A positive whole number that must be there.

@@ -4,7 +4,7 @@
 use super::Result;
 use super::reader::Reader;
 use crate::config::Family;
-use crate::config::unknown::{Subject, UNKNOWN_KEY_WANT, subject_of};
+use crate::config::unknown::{UNKNOWN_KEY_WANT, noted};
 use serde_json::Value;
 
 /// What a key of other models may say without changing the answers of ours. Null and absent are neutral everywhere.
@@ -250,15 +250,8 @@ pub(super) fn unread(reader: &Reader<'_>) -> Result<Vec<String>> {
     let asked = reader.asked.borrow();
     let is_known = |key: &str| asked.contains(key) || WITHOUT_EFFECT.contains(&key) || key.starts_with('_');
     let unknown = reader.map.iter().filter(|(key, value)| !value.is_null() && !is_known(key));
-    let mut unread = Vec::new();
-    for (key, value) in unknown {
-        match subject_of(key) {
-            Subject::Mathematics if !is_off(value) => {
-                return Err(reader.unsupported(key, value, UNKNOWN_KEY_WANT));
-            }
-            Subject::Bookkeeping => {}
-            Subject::Mathematics | Subject::Unclear => unread.push(key.clone()),
-        }
+    match noted(unknown.map(|(key, value)| (key.as_str(), !is_off(value)))) {
+        Ok(noted) => Ok(noted.into_iter().map(str::to_owned).collect()),
+        Err(key) => Err(reader.unsupported(key, &reader.map[key], UNKNOWN_KEY_WANT)),
     }
-    Ok(unread)
 }
