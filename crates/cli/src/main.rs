@@ -33,6 +33,7 @@ fn main() {
     if let Some(entry) = lockstep_launch::child::enter() {
         std::process::exit(child::run(entry));
     }
+    lockstep_launch::init::end_on_signals();
     let code = match parse().and_then(run) {
         Ok(()) => ExitCode::Drained,
         Err(CliError { code, message }) => {

@@ -20,6 +20,7 @@
 mod cause;
 pub mod child;
 mod error;
+pub mod init;
 mod kernel;
 mod limits;
 mod lines;

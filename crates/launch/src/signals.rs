@@ -4,6 +4,7 @@
 //! lost (bytes are counted, not coalesced), and none is handled on another thread.
 
 use crate::LaunchError;
+use crate::init::{disposition, hand_over};
 use rustix::io::Errno;
 use signal_hook::SigId;
 use std::io::Read;
@@ -11,7 +12,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 
 /// The signals that end the server, in the order they are reported.
-const SIGNALS: [i32; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
+pub(crate) const SIGNALS: [i32; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
 
 /// The receiving ends of the signal pipes.
 pub(crate) struct Signals {
@@ -26,9 +27,10 @@ impl Signals {
         unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
         let mut pipes = Vec::new();
         for signal in SIGNALS {
-            if signal == libc::SIGHUP && is_ignored(signal) {
+            if signal == libc::SIGHUP && disposition(signal) == libc::SIG_IGN {
                 continue;
             }
+            hand_over(signal);
             let (read, write) = UnixStream::pair().map_err(LaunchError::system("socketpair"))?;
             read.set_nonblocking(true).map_err(LaunchError::system("fcntl(O_NONBLOCK)"))?;
             let id = signal_hook::low_level::pipe::register(signal, write)
@@ -58,15 +60,6 @@ impl Drop for Signals {
             signal_hook::low_level::unregister(*id);
         }
     }
-}
-
-/// Whether the process was started with `signal` ignored.
-fn is_ignored(signal: i32) -> bool {
-    // SAFETY: a zeroed sigaction is a valid value to be overwritten.
-    let mut current: libc::sigaction = unsafe { std::mem::zeroed() };
-    // SAFETY: a null new action only reads; `current` is writable and outlives the call.
-    let rc = unsafe { libc::sigaction(signal, std::ptr::null(), &mut current) };
-    rc == 0 && current.sa_sigaction == libc::SIG_IGN
 }
 
 /// Makes this process deaf to `signal`.

@@ -40,7 +40,7 @@ impl Run<'_> {
     /// Asks for every line that has no answer. A signal or a lost server stops new requests; those in flight
     /// are finished, unless a second signal comes. Errors when a file fails.
     pub async fn all(mut self, summary: &mut Summary) -> Result<End> {
-        let mut signals = [signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?];
+        let mut signals = [handled(SignalKind::interrupt())?, handled(SignalKind::terminate())?];
         let input = self.input;
         let undone: Vec<&Line> =
             input.lines.iter().filter(|line| !self.output.done.contains_key(&line.custom_id)).collect();
@@ -86,6 +86,12 @@ impl Run<'_> {
 
 fn tell_of_end(flying: usize) {
     let _ = writeln!(std::io::stderr(), "finishing the {flying} requests in flight; once more ends at once");
+}
+
+/// From now on a signal of this kind is only received.
+fn handled(kind: SignalKind) -> std::io::Result<Signal> {
+    lockstep_launch::init::hand_over(kind.as_raw_value());
+    signal(kind)
 }
 
 /// The next signal of either kind.

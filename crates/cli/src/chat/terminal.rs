@@ -15,6 +15,7 @@ use rustyline::validate::{ValidationContext, ValidationResult, Validator};
 use rustyline::{Config, Editor, Helper};
 use std::io::{self, Write};
 use std::path::PathBuf;
+use tokio::signal::unix::SignalKind;
 
 const PROMPT: &str = ">>> ";
 /// Inputs that are remembered from one chat to the next.
@@ -71,6 +72,7 @@ fn one(session: &mut Session, text: &str, style: Style) -> Result<()> {
         }
     };
     let interrupted = async {
+        lockstep_launch::init::hand_over(SignalKind::interrupt().as_raw_value());
         // Without a handler Ctrl-C ends the program, which is the next best.
         if tokio::signal::ctrl_c().await.is_err() {
             std::future::pending::<()>().await;

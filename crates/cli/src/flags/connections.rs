@@ -6,9 +6,10 @@ use lockstep_api::{CONNECTIONS_MAX, Cors, Patience, TURNED_AWAY_MAX, Tls};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Descriptors that the API process needs beside those of clients: links to its children, logs, the listener, and
-/// connections that are being turned away.
-const DESCRIPTORS_SPARE: usize = 192 + TURNED_AWAY_MAX;
+/// Descriptors that the API process needs of its own: logs, signals, the listener, event loops (20 counted).
+const DESCRIPTORS_OWN: usize = 32;
+/// And for every child: its pipes and descriptor, links to it (8 counted).
+const DESCRIPTORS_PER_CHILD: usize = 12;
 /// Longest time-out in seconds.
 const SECONDS_MAX: f64 = 86_400.0;
 
@@ -63,8 +64,9 @@ pub struct Connections {
 }
 
 impl ConnectionFlags {
-    /// Checks the flags and reads the files. `descriptors` is the process's limit of open files; `None`: unlimited.
-    pub fn resolve(&self, descriptors: Option<u64>) -> Result<Connections> {
+    /// Checks the flags and reads the files. `descriptors` is the process's limit of open files (`None`: unlimited),
+    /// `children` how many processes it will start.
+    pub fn resolve(&self, descriptors: Option<u64>, children: usize) -> Result<Connections> {
         let tls = match (&self.tls_cert, &self.tls_key) {
             (Some(cert), Some(key)) => Some(Tls::from_files(cert, key)?),
             _ => None,
@@ -72,7 +74,7 @@ impl ConnectionFlags {
         Ok(Connections {
             tls,
             cors: self.cors()?,
-            connections_max: self.connections_max(descriptors)?,
+            connections_max: self.connections_max(descriptors, children)?,
             patience: Patience {
                 head: seconds("--head-timeout", self.head_timeout)?,
                 body: seconds("--body-timeout", self.body_timeout)?,
@@ -82,23 +84,23 @@ impl ConnectionFlags {
         })
     }
 
-    fn connections_max(&self, descriptors: Option<u64>) -> Result<usize> {
+    fn connections_max(&self, descriptors: Option<u64>, children: usize) -> Result<usize> {
+        let spare = DESCRIPTORS_OWN + DESCRIPTORS_PER_CHILD * children + TURNED_AWAY_MAX;
         let descriptors =
             descriptors.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX));
-        let possible = descriptors.saturating_sub(DESCRIPTORS_SPARE);
+        let possible = descriptors.saturating_sub(spare);
         let raise = "raise the hard limit (ulimit -Hn, LimitNOFILE=)";
         match self.max_connections {
             Some(0) => bail!("--max-connections 0 lets nobody in; give at least 1"),
             Some(wanted) if wanted > possible => bail!(
                 "--max-connections {wanted} needs {} file descriptors, and this process may open {descriptors}; \
                  {raise} or give at most {possible}",
-                wanted.saturating_add(DESCRIPTORS_SPARE)
+                wanted.saturating_add(spare)
             ),
             Some(wanted) => Ok(wanted),
-            None if possible == 0 => bail!(
-                "this process may open {descriptors} files, at least {} are needed; {raise}",
-                DESCRIPTORS_SPARE + 1
-            ),
+            None if possible == 0 => {
+                bail!("this process may open {descriptors} files, at least {} are needed; {raise}", spare + 1)
+            }
             None if possible < CONNECTIONS_MAX => {
                 tracing::warn!(
                     "this process may open {descriptors} files: {possible} connections are served at once instead \
@@ -149,20 +151,24 @@ mod tests {
         flags: ConnectionFlags,
     }
 
+    /// Two ranks, a tokenizer and a detokenizer.
+    const CHILDREN: usize = 4;
+
     fn resolve(args: &[&str], descriptors: Option<u64>) -> Result<Connections> {
         let args = std::iter::once("lockstep").chain(args.iter().copied());
-        Only::try_parse_from(args)?.flags.resolve(descriptors)
+        Only::try_parse_from(args)?.flags.resolve(descriptors, CHILDREN)
     }
 
     #[test]
     fn connections_fit_into_the_limit_of_open_files() {
         let max = |args: &[&str], limit| resolve(args, limit).map(|c| c.connections_max);
         assert_eq!(max(&[], None).unwrap(), CONNECTIONS_MAX);
-        assert_eq!(max(&[], Some(1256)).unwrap(), 1000);
-        assert_eq!(max(&["--max-connections", "1000"], Some(1256)).unwrap(), 1000);
-        let refused = max(&["--max-connections", "1001"], Some(1256)).unwrap_err().to_string();
-        assert!(refused.contains("needs 1257") && refused.contains("give at most 1000"), "{refused}");
-        assert!(max(&[], Some(256)).is_err());
+        assert_eq!(max(&[], Some(1144)).unwrap(), 1000);
+        assert_eq!(max(&["--max-connections", "1000"], Some(1144)).unwrap(), 1000);
+        let refused = max(&["--max-connections", "1001"], Some(1144)).unwrap_err().to_string();
+        assert!(refused.contains("needs 1145") && refused.contains("give at most 1000"), "{refused}");
+        assert_eq!(max(&[], Some(256)).unwrap(), 112);
+        assert!(max(&[], Some(144)).is_err());
         assert!(max(&["--max-connections", "0"], None).is_err());
     }
 

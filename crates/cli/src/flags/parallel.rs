@@ -38,6 +38,12 @@ impl ParallelFlags {
         }
     }
 
+    /// Child processes of the server: ranks, tokenizers, the detokenizer. An illegal `--tp` counts as 1: it is
+    /// refused where the sizes that the model takes are known.
+    pub fn children(&self) -> usize {
+        usize::try_from(self.tp).unwrap_or(1).max(1) + self.num_tokenizer + 1
+    }
+
     /// Checks that need no model.
     pub fn check(&self) -> Result<()> {
         if self.num_tokenizer > NUM_TOKENIZER_MAX {

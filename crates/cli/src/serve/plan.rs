@@ -77,7 +77,8 @@ impl ServePlan {
     pub fn new(flags: &ServeFlags, descriptors: Option<u64>) -> Result<Self> {
         check_flags(flags).map_err(CliError::with(ExitCode::Flags))?;
         let api_keys = flags.server.api_keys().map_err(CliError::with(ExitCode::Flags))?;
-        let connections = flags.connections.resolve(descriptors).map_err(CliError::with(ExitCode::Flags))?;
+        let connections = flags.connections.resolve(descriptors, flags.parallel.children());
+        let connections = connections.map_err(CliError::with(ExitCode::Flags))?;
         let address = flags.server.address().map_err(CliError::with(ExitCode::Flags))?;
         let port = ReservedPort::new(SocketAddr::new(address, flags.server.port))?;
         let model_files = CliError::with(ExitCode::ModelFiles);

@@ -32,6 +32,8 @@ pub fn free_port() -> u16 {
 #[derive(Clone, Debug)]
 pub struct ServeCommand {
     binary: PathBuf,
+    /// Program and arguments that start the binary, which follows them; empty for none.
+    under: Vec<String>,
     model: PathBuf,
     port: u16,
     flags: Vec<(String, String)>,
@@ -45,6 +47,7 @@ impl ServeCommand {
     pub fn new(binary: impl Into<PathBuf>, model: impl Into<PathBuf>) -> Self {
         Self {
             binary: binary.into(),
+            under: Vec::new(),
             model: model.into(),
             port: free_port(),
             // Tiny models need no more, and tests share few cores.
@@ -94,10 +97,23 @@ impl ServeCommand {
         Self { working_dir: Some(dir.to_owned()), ..self }
     }
 
+    /// Has the binary started by this program, which gets these arguments and then the whole command; it must become
+    /// the launcher (`exec`) or end as it ends.
+    pub fn under(self, words: &[&str]) -> Self {
+        Self { under: words.iter().map(|word| (*word).to_owned()).collect(), ..self }
+    }
+
     /// Starts the process and returns at once. It leads a process group of its own.
     pub fn spawn(&self) -> Server {
         let mark = format!("testkit-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let mut command = Command::new(&self.binary);
+        let mut command = match self.under.split_first() {
+            None => Command::new(&self.binary),
+            Some((program, words)) => {
+                let mut command = Command::new(program);
+                command.args(words).arg(&self.binary);
+                command
+            }
+        };
         command.args(["serve", "--model"]).arg(&self.model).arg("--port").arg(self.port.to_string());
         command
             .args(self.flags.iter().flat_map(|(name, value)| [name, value]))

@@ -43,6 +43,7 @@ pub struct Loaded {
 /// Sends every request when it is due and there is room, and waits for all answers. Errors when signals
 /// cannot be caught.
 pub async fn drive(client: &Client, path: &'static str, workload: &Workload) -> Result<Loaded> {
+    lockstep_launch::init::hand_over(SignalKind::interrupt().as_raw_value());
     let mut interrupts = signal(SignalKind::interrupt())?;
     let start = Instant::now();
     let bar = bar(workload.requests.len());
