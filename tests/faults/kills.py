@@ -5,8 +5,8 @@
 
 MODEL is the fixture `chain_long` (its answers to prompts that end in C have no end). Each round starts a server with
 two ranks and a tokenizer of its own, brings it into a phase (load, idle, prefill, decode, drain), kills one process
-with SIGKILL, and checks: the launcher ends with code 4 (or was the victim), its last line names the process, open
-streams are told within the limit, and no process, shared memory, file or port is left. Prints the time from the kill
+with SIGKILL at a random moment, and checks: the launcher ends with code 4 (or was the victim), its last line names the process, open
+streams are told within the limit, and no process, file, socket, shared memory or port is left. Prints the time from the kill
 to the launcher's message, p50 and max, and exits with 1 if any round failed.
 """
 import argparse
@@ -19,85 +19,24 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+
+from common import COMPLETIONS, Server, link_names, links_of, marked, until
 
 CHILDREN = ["lockstep-TP0-scheduler", "lockstep-TP1-scheduler", "lockstep-tokenizer-0", "lockstep-detokenizer-0"]
 ROLES = ["lockstep"] + CHILDREN
 PHASES = ["load", "idle", "prefill", "decode", "drain"]
 END_LIMIT_S = 20.0
+# Between reaching a phase and the kill, at most: not always its first moment.
+DELAY_MAX_S = 0.05
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def name_of(pid):
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as f:
-            return os.path.basename(f.read().split(b"\0")[0].decode(errors="replace"))
-    except OSError:
-        return ""
-
-
-def marked(mark):
-    """Living processes that carry the mark in their environment: pid to name."""
-    found = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as f:
-                if mark.encode() in f.read():
-                    found[int(pid)] = name_of(pid)
-        except OSError:
-            continue
-    return found
-
-
-def until(limit_s, condition):
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.005)
-    return None
-
-
-class Server:
-    def __init__(self, binary, model, private):
-        self.port = free_port()
-        self.mark = f"LOCKSTEP_FAULTS={os.getpid()}-{self.port}"
-        name, value = self.mark.split("=")
-        environment = {**os.environ, name: value, "TMPDIR": private}
-        command = [binary, "serve", "--model", model, "--port", str(self.port), "--tp", "2", "--threads", "1"]
-        command += ["--num-tokenizer", "1", "--num-pages", "4096", "--grace-seconds", "10", "--chunk", "64"]
-        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        self.lines = []
-        self.reader = threading.Thread(target=self.read)
-        self.reader.start()
-
-    def read(self):
-        for line in self.process.stderr:
-            self.lines.append((time.monotonic(), line.rstrip("\n")))
-
-    def pid_of(self, role):
-        if role == "lockstep":
-            return self.process.pid
-        pids = [pid for pid, name in marked(self.mark).items() if name == role]
-        return pids[0] if pids else None
-
-    def listens(self):
-        with socket.socket() as s:
-            return s.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def stream(self, prompt, max_tokens):
-        body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "stream": True, "temperature": 0})
-        s = socket.create_connection(("127.0.0.1", self.port))
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        s.sendall((head + body).encode())
-        return s
+def stream_of(server, prompt, max_tokens):
+    body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "stream": True, "temperature": 0})
+    s = socket.create_connection(("127.0.0.1", server.port))
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    s.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    return s
 
 
 def rest_of(stream, limit_s):
@@ -111,11 +50,11 @@ def rest_of(stream, limit_s):
     return data
 
 
-def one_round(binary, model, phase, role):
+def one_round(binary, model, phase, role, delay):
     """Problems of one round, and the seconds to the message (None where there is nobody to say it)."""
-    problems = []
+    problems, shared_before = [], set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as private:
-        server = Server(binary, model, private)
+        server = Server(binary, model, private, "--grace-seconds", "10", "--chunk", "64")
         streams = []
         if phase == "load":
             if not until(END_LIMIT_S, lambda: server.pid_of(role)):
@@ -124,16 +63,18 @@ def one_round(binary, model, phase, role):
             if not until(60, server.listens):
                 problems.append("never ready")
             if phase == "prefill":
-                streams = [server.stream("x" * 3500 + "C", 8) for _ in range(2)]
+                streams = [stream_of(server, "x" * 3500 + "C", 8) for _ in range(2)]
             if phase in ("decode", "drain"):
-                streams = [server.stream("C", 3000) for _ in range(3)]
+                streams = [stream_of(server, "C", 3000) for _ in range(3)]
                 for stream in streams:
                     stream.settimeout(30)
                     stream.recv(4096)
             if phase == "drain":
                 server.process.send_signal(signal.SIGTERM)
                 until(5, lambda: any("draining" in line for _, line in server.lines))
+        time.sleep(delay)
         pid = server.pid_of(role)
+        links = links_of(marked(server.mark))
         killed = time.monotonic()
         if pid:
             os.kill(pid, signal.SIGKILL)
@@ -162,6 +103,10 @@ def one_round(binary, model, phase, role):
                 seconds = words[-1][0]
         if left:
             problems.append(f"processes left: {marked(server.mark)}")
+        if links & set(link_names().values()):
+            problems.append(f"sockets left: {links & set(link_names().values())}")
+        if shared := set(os.listdir("/dev/shm")) - shared_before:
+            problems.append(f"shared memory left: {shared}")
         if os.listdir(private):
             problems.append(f"files left: {os.listdir(private)}")
         with socket.socket() as s:
@@ -189,7 +134,7 @@ def main():
         plan += pairs
     times, failed = [], 0
     for number, (phase, role) in enumerate(plan[: args.rounds]):
-        problems, seconds = one_round(args.binary, args.model, phase, role)
+        problems, seconds = one_round(args.binary, args.model, phase, role, choose.uniform(0, DELAY_MAX_S))
         if seconds is not None:
             times.append((seconds, phase, role))
         failed += bool(problems)

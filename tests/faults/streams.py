@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""Thousands of streams at once: none fails, all get on alike, descriptors and memory stay within bounds.
+
+    streams.py BINARY MODEL [--streams 2000] [--tokens 150]
+
+MODEL is the fixture `chain_long`. Opens all streams, waits until every one has its first token, and reads all to their
+ends, each checked against the known text. Fair: when the first stream is done, the one that is furthest behind has at
+least half of its tokens. Bounded: the launcher holds one descriptor a stream and a few, and what a stream costs it in
+memory is told.
+"""
+import argparse
+import asyncio
+import json
+import sys
+import time
+
+from common import ask, endless, idle, percentile, prompt_body, raise_file_limit, running
+
+FAIR_SHARE_MIN = 0.5
+DESCRIPTORS_SPARE = 128
+# Of the launcher, for one stream: its connection, buffers and queue.
+STREAM_KIB_MAX = 256
+# Connections that are being opened at a time: the kernel's queue is no part of this.
+OPENING = 200
+
+
+class Stream:
+    def __init__(self):
+        self.text, self.done, self.error = "", False, None
+
+    @property
+    def tokens(self):
+        return len(self.text) // 5
+
+    async def run(self, port, tokens, gate):
+        try:
+            async with gate:
+                answer = await ask(port, prompt_body("C", tokens, stream=True))
+                if answer.status != 200:
+                    raise RuntimeError(f"status {answer.status}")
+            async for data in answer.events():
+                if data == "[DONE]":
+                    self.done = True
+                    break
+                chunk = json.loads(data)
+                if chunk.get("error"):
+                    raise RuntimeError(chunk["error"]["message"])
+                self.text += chunk["choices"][0]["text"]
+            answer.leave()
+        except (RuntimeError, OSError, ValueError, asyncio.IncompleteReadError) as error:
+            self.error = repr(error)
+
+
+async def open_all(server, args):
+    streams, gate = [Stream() for _ in range(args.streams)], asyncio.Semaphore(OPENING)
+    memory, start = server.memory_mib(), time.monotonic()
+    tasks = [asyncio.create_task(stream.run(server.port, args.tokens, gate)) for stream in streams]
+    problems, all_begun, most, descriptors, least_at_first_end = [], None, dict(memory), 0, None
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0.5)
+        now = server.memory_mib()
+        most = {name: max(mib, now.get(name, 0)) for name, mib in most.items()}
+        descriptors = max(descriptors, server.descriptors().get("lockstep", 0))
+        if all_begun is None and all(stream.text or stream.error for stream in streams):
+            all_begun = time.monotonic() - start
+        if least_at_first_end is None and any(stream.done for stream in streams):
+            least_at_first_end = min(stream.tokens for stream in streams)
+    seconds = time.monotonic() - start
+    errors = [stream.error for stream in streams if stream.error]
+    wrong = [stream.text[-40:] for stream in streams if not stream.error and stream.text != endless(args.tokens)]
+    problems += errors[:5] + wrong[:5]
+    if least_at_first_end < FAIR_SHARE_MIN * args.tokens:
+        problems.append(f"when the first of {args.tokens} tokens was done, another had {least_at_first_end}")
+    if descriptors > args.streams + DESCRIPTORS_SPARE:
+        problems.append(f"{descriptors} descriptors")
+    stream_kib = 1024 * (most["lockstep"] - memory["lockstep"]) / args.streams
+    if stream_kib > STREAM_KIB_MAX:
+        problems.append(f"{stream_kib:.0f} KiB of the launcher's memory a stream, at most {STREAM_KIB_MAX}")
+    print(f"{args.streams} streams of {args.tokens} tokens: {len(errors)} errors, {len(wrong)} wrong; "
+          f"all begun after {all_begun or 0:.1f} s, all done after {seconds:.1f} s; "
+          f"{args.streams * args.tokens / seconds:.0f} tokens/s")
+    print(f"  the last had {least_at_first_end} tokens when the first was done; {descriptors} descriptors in the launcher")
+    for name, mib in sorted(most.items()):
+        print(f"  {name:24} {memory[name]:7.1f} MiB before, {mib:7.1f} at most")
+    info, busy = await idle(server.port)
+    if busy:
+        problems.append(f"the server still holds something: {info['engine']}")
+    return problems
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("binary")
+    parser.add_argument("model")
+    parser.add_argument("--streams", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=150)
+    args = parser.parse_args()
+    raise_file_limit(args.streams + 512)
+    pages = args.streams * (args.tokens // 16 + 3)
+    flags = ["--max-running", str(args.streams)]
+    with running(args.binary, args.model, *flags, pages=pages) as server:
+        problems = asyncio.run(open_all(server, args))
+    print("\n".join(problems) or "all got on alike")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()
