@@ -2,8 +2,8 @@
 //!
 //! The dialect is Jinja2 as transformers runs it (utils/chat_template_utils.py): `trim_blocks`,
 //! `lstrip_blocks`, loop controls, Python methods on strings and dicts, `raise_exception`,
-//! `strftime_now`, `tojson` without HTML escaping, `{% generation %}`. Rendering is bounded by fuel and
-//! recursion, so that no request can hold a tokenizer.
+//! `strftime_now`, `tojson` without HTML escaping, `{% generation %}`. Rendering is bounded by fuel,
+//! recursion and the length of the prompt, so that no request can hold a tokenizer or fill its memory.
 //!
 //! Of Jinja there is no `%` on strings (the filter `format` is there), no `lipsum`, `truncate`,
 //! `wordcount` or access to methods as values; no known model uses them. More lenient than Jinja: a
@@ -36,10 +36,14 @@ use prefill::Prefill;
 use serde_json::{Map, Value as Json};
 use sources::{DEFAULT, RAG, TOOL_USE};
 use std::collections::BTreeMap;
+use std::io;
 
-/// Instructions one rendering may execute: about a thousand times what a long chat needs.
-const FUEL_MAX: u64 = 20_000_000;
+/// What one rendering may cost, in instructions or 64 bytes of text that any of them makes: some two hundred times what
+/// a long chat needs, a second or two, and an eighth of a gigabyte at most for a template that doubles a text.
+const FUEL_MAX: u64 = 4_000_000;
 const RECURSION_MAX: usize = 200;
+/// Bytes of a prompt; a request's body may have as many.
+const PROMPT_BYTES_MAX: usize = 32 << 20;
 
 /// A model's compiled chat templates.
 #[derive(Debug)]
@@ -147,7 +151,11 @@ impl ChatTemplate {
     }
 
     fn render_with(&self, name: &str, variables: &Map<String, Json>) -> Result<String, Error> {
-        self.environment.get_template(name)?.render(Jinja::from(Serde(variables)))
+        let mut prompt = Bounded::default();
+        self.environment
+            .get_template(name)?
+            .render_captured_to(Jinja::from(Serde(variables)), &mut prompt)?;
+        Ok(String::from_utf8(prompt.0).expect("invariant: templates write text"))
     }
 
     /// The template that serves a request.
@@ -169,6 +177,24 @@ impl ChatTemplate {
             () if has_documents && has(RAG) => RAG,
             () => DEFAULT,
         })
+    }
+}
+
+/// The prompt while it is written, up to its limit.
+#[derive(Default)]
+struct Bounded(Vec<u8>);
+
+impl io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > PROMPT_BYTES_MAX {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
@@ -262,7 +288,14 @@ fn refusal_of(error: &Error) -> Refusal {
         source = inner.source();
     }
     let reason = match error.kind() {
-        ErrorKind::OutOfFuel => format!("it ran for more than {FUEL_MAX} instructions; send fewer messages"),
+        ErrorKind::OutOfFuel => {
+            format!(
+                "it costs more than {FUEL_MAX} instructions, or 64 times as many bytes; send fewer messages"
+            )
+        }
+        ErrorKind::WriteFailure => {
+            format!("it writes a prompt of more than {} MiB; send fewer messages", PROMPT_BYTES_MAX >> 20)
+        }
         _ => describe(error),
     };
     Refusal::invalid_param("messages", format!("the model's chat template fails on these messages: {reason}"))

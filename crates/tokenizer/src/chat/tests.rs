@@ -154,6 +154,38 @@ fn endless_templates_are_stopped() {
     assert_eq!(render(recursive, user("x")).unwrap_err().status, 400);
 }
 
+/// Each would take gigabytes or forever; each is a sentence within seconds.
+#[test]
+fn template_bombs_are_refused() {
+    let doubled =
+        "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}";
+    let captured = "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set s %}{{ ns.s }}{{ ns.s }}{% endset %}\
+                    {% set ns.s = s %}{% endfor %}";
+    let replaced = "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s = ns.s | replace('a', 'aaa') %}\
+                    {% endfor %}";
+    for (bomb, limit) in [
+        (doubled, "instructions"),
+        (captured, "instructions"),
+        (replaced, "instructions"),
+        ("{{ 'a' * 99999999999 }}", "instructions"),
+        ("{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "a prompt of more than 32 MiB"),
+        ("{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}", "fails on these messages"),
+    ] {
+        let begun = std::time::Instant::now();
+        let refusal = render(bomb, user("x")).unwrap_err();
+        assert!(refusal.status == 400 && refusal.message.contains(limit), "{bomb}: {}", refusal.message);
+        assert!(begun.elapsed().as_secs() < 20, "{bomb}: {:?}", begun.elapsed());
+    }
+    // Nested deeper than any parser should follow: refused when it is compiled.
+    for (open, close) in
+        [("{% if true %}", "{% endif %}"), ("{{ (", ") }}"), ("{{ [", "] }}"), ("{{ not ", " }}")]
+    {
+        let deep = open.repeat(20_000) + &close.repeat(20_000);
+        let compiled = ChatTemplate::compile(TemplateSources::single(&deep), BTreeMap::new(), || 0);
+        assert!(compiled.is_err_and(|error| error.contains("cannot be parsed")), "{open}");
+    }
+}
+
 #[test]
 fn a_template_that_cannot_be_parsed_says_where_and_what_to_do() {
     let sources = TemplateSources::single("ok\n{% if %}");
