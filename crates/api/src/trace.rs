@@ -170,14 +170,14 @@ mod tests {
         page.mark(0).enter(Activity::Plan, 1);
         let mut recording = Recording::new(Watched { page: page.clone(), loops, ranks: vec![0, 1] });
         page.mark(0).enter(Activity::Launch, 2);
-        page.mark(0).enter(Activity::Collect, 2);
+        page.mark(0).enter(Activity::Wait, 2);
         page.mark(1).enter(Activity::Idle, 0);
         recording.look();
         let trace: serde_json::Value = serde_json::from_str(&recording.json()).unwrap();
         let events = trace["traceEvents"].as_array().unwrap();
         let bars: Vec<_> = events.iter().filter(|event| event["ph"] == "X").collect();
         let named: Vec<_> = bars.iter().map(|bar| bar["name"].as_str().unwrap()).collect();
-        assert_eq!(named, ["launch", "collect", "idle"], "nothing from before the recording");
+        assert_eq!(named, ["launch", "wait", "idle"], "nothing from before the recording");
         assert_eq!((&bars[0]["args"]["step"], &bars[2]["pid"]), (&2.into(), &1.into()));
         assert_eq!(trace["otherData"]["lost"], 0);
     }

@@ -153,7 +153,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
             return Ok(());
         }
         let launched = self.plan_and_launch()?;
-        self.enter(Activity::Collect);
+        self.enter(Activity::Wait);
         let keep = usize::from(self.settings.overlap && launched);
         while self.state.in_flight > keep {
             self.read_oldest()?;
@@ -208,7 +208,10 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
     fn apply(&mut self, message: ToScheduler, stamp_ms: u64) -> Result<()> {
         match message {
             ToScheduler::Submit(request) => self.submit(*request, stamp_ms)?,
-            ToScheduler::Abort(id) => self.scheduler.abort(id),
+            ToScheduler::Abort(id) => {
+                tracing::debug!(request = %id, "aborted");
+                self.scheduler.abort(id);
+            }
             ToScheduler::FlushCache { query } => self.flush_cache(query)?,
             ToScheduler::Info { query } => {
                 let info = self.info(query);
@@ -248,17 +251,20 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         let id = submitted.id;
         let text = submitted.text.clone();
         let prompt = if text.reports_prompt() { submitted.prompt.clone() } else { Vec::new() };
+        let prompt_tokens = submitted.prompt.len();
         let request = request_of(submitted, stamp_ms, self.settings.request_timeout_ms);
         match self.scheduler.submit(request, stamp_ms) {
             Ok(()) => {
-                if text.timing
-                    && let Role::Primary(primary) = &self.role
-                {
-                    self.timings.begin(id, primary.now());
+                tracing::debug!(request = %id, prompt_tokens, "queued");
+                if let Role::Primary(primary) = &self.role {
+                    self.timings.begin(id, text.timing, primary.now());
                 }
                 self.deliver(|| Outgoing::Begin(vec![Begin { id, text, prompt }]))
             }
-            Err(refusal) => self.deliver(|| Outgoing::Refused(id, refusal)),
+            Err(refusal) => {
+                tracing::debug!(request = %id, refusal.status, refusal.message, "refused");
+                self.deliver(|| Outgoing::Refused(id, refusal))
+            }
         }
     }
 
@@ -284,7 +290,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         Ok(true)
     }
 
-    /// The time, if an open request asks where its own goes.
+    /// The time, if it matters to an open request where its own goes.
     fn timing_clock(&self) -> Option<Duration> {
         match &self.role {
             Role::Primary(primary) if !self.timings.is_empty() => Some(primary.now()),
@@ -319,6 +325,10 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
             for event in &events {
                 let timing = now.and_then(|now| timings.report(event, now));
                 let out = token_out(event, timing, &mut logprobs);
+                if let Some(reason) = out.finish {
+                    let tokens = out.usage.completion_tokens;
+                    tracing::debug!(request = %out.id, tokens, finish = reason.as_openai(), "ended");
+                }
                 heavy += out.logprobs.as_deref().map_or(0, StepLogprobs::count);
                 outs.push(out);
                 // A message that is too large would end the server; one request alone never makes one.

@@ -11,6 +11,7 @@ use crate::recordings::Recordings;
 use crate::{EngineError, Result};
 use lockstep_backend::{Backend, CHOSEN_BIT, RowChoice};
 use lockstep_comm::collective::Collective;
+use lockstep_comm::watch::{Activity, Mark};
 use lockstep_core::{Grammar, NO_TOKEN, PageId, RequestId, StepId, TokenId};
 use lockstep_model::{Decoder, Workspace};
 use lockstep_scheduler::{PlanRow, StepPlan};
@@ -57,6 +58,8 @@ pub struct ModelRunner<B: Backend> {
     /// Tokens of the newest collected step, which a step planned before it was read may use.
     newest: Launched,
     spare: Vec<Chosen>,
+    /// Where others see which part of a step it is at.
+    mark: Option<Mark>,
 }
 
 /// What a forward pass needs.
@@ -131,7 +134,13 @@ impl<B: Backend> ModelRunner<B> {
                 followed: Vec::new(),
             },
             spare: Vec::new(),
+            mark: None,
         }
+    }
+
+    /// Shows on the watch page, besides what the rank loop shows, when the host waits for logits and chooses from them.
+    pub fn watched(self, mark: Option<Mark>) -> Self {
+        Self { mark, ..self }
     }
 
     /// Gives back what was made once for all requests; pool and activations end here. For callers that run one
@@ -284,7 +293,10 @@ impl<B: Backend> ModelRunner<B> {
         if count == 0 {
             return Ok(());
         }
+        let enter = |activity| self.mark.iter().for_each(|mark| mark.enter(activity, plan.step));
+        enter(Activity::Wait);
         let local = backend.read(logits, count)?;
+        enter(Activity::Sample);
         let finite = count * self.logits.local_vocab();
         if cfg!(debug_assertions) && local.iter().take(finite).any(|l| l.is_nan()) {
             return Err(EngineError::Internal(format!(

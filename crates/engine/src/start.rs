@@ -199,6 +199,7 @@ impl<B: Backend> Loaded<B> {
 /// Connects the control plane, tells the api that all ranks are ready, and loops.
 fn serve<B: Backend>(config: &RankConfig, prepared: Prepared<B>, mark: Option<Mark>) -> Result<()> {
     let Prepared { mut group, scheduler, runner, info } = prepared;
+    let runner = runner.watched(mark.clone());
     let context = Context::new();
     let settings = loop_settings(config);
     let patience = settings.collective_timeout;

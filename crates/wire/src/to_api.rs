@@ -92,6 +92,17 @@ pub enum Role {
     Detokenizer,
 }
 
+impl Role {
+    /// One word, as metrics and logs show it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Role::Scheduler(_) => "scheduler",
+            Role::Tokenizer(_) => "tokenizer",
+            Role::Detokenizer => "detokenizer",
+        }
+    }
+}
+
 /// Token counts of a request, in OpenAI's sense.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
@@ -125,7 +136,7 @@ pub struct Delta {
     pub logprobs: Option<Box<Vec<TextLogprobs>>>,
     /// The prompt, on the first delta of a request that asked for it.
     pub echo: Option<Box<Echo>>,
-    /// Where the time went, on the last delta of a request that asked for it.
+    /// Where the time went: on the first delta of every request, and on the last of one that asked for it.
     pub timing: Option<Box<Timing>>,
 }
 

@@ -44,8 +44,8 @@ pub struct TokenOut {
     pub usage: Usage,
     /// For requests that asked for log-probabilities; costs the others nothing.
     pub logprobs: Option<Box<StepLogprobs>>,
-    /// Where the time went so far, for requests that asked ([`TextParams::timing`]). With every message, since a
-    /// stop string may make any of them the last.
+    /// Where the time went so far: with a request's first token, and for those that asked ([`TextParams::timing`]) with
+    /// every message, since a stop string may make any of them the last.
     pub timing: Option<Box<Timing>>,
 }
 

@@ -40,26 +40,29 @@ pub enum Activity {
     Plan = 4,
     /// A forward pass is launched; on CPU it runs here.
     Launch = 5,
-    /// Tokens of a step are awaited and sampled.
-    Collect = 6,
+    /// Logits or tokens of a step are awaited from the device.
+    Wait = 6,
     /// Results are sent.
     Send = 7,
     /// It has left its loop.
     Ended = 8,
+    /// Tokens are chosen from logits by the host.
+    Sample = 9,
 }
 
 impl Activity {
     /// All of them, by number.
-    pub const ALL: [Activity; 9] = [
+    pub const ALL: [Activity; 10] = [
         Activity::None,
         Activity::Idle,
         Activity::Messages,
         Activity::Agree,
         Activity::Plan,
         Activity::Launch,
-        Activity::Collect,
+        Activity::Wait,
         Activity::Send,
         Activity::Ended,
+        Activity::Sample,
     ];
 
     /// One word.
@@ -71,9 +74,10 @@ impl Activity {
             Activity::Agree => "agree",
             Activity::Plan => "plan",
             Activity::Launch => "launch",
-            Activity::Collect => "collect",
+            Activity::Wait => "wait",
             Activity::Send => "send",
             Activity::Ended => "ended",
+            Activity::Sample => "sample",
         }
     }
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// "LOCKWTCH" in ASCII.
 const MAGIC: u64 = u64::from_be_bytes(*b"LOCKWTCH");
 /// Raised whenever the layout changes.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const HEADER_BYTES: usize = 4096;
 const HEADER_MARKS: usize = 12;
 /// Most marks of a page: ranks, tokenizers and a few others.

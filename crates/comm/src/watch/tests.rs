@@ -43,12 +43,12 @@ fn times_add_up_and_the_oldest_token_counts() {
     b.token();
     assert!(page.token_age([0, 1]).unwrap() >= page.token_age([1]).unwrap());
     a.enter(Activity::Launch, 1);
-    a.enter(Activity::Collect, 1);
+    a.enter(Activity::Wait, 1);
     a.note(Track::Group, 1, Operation::Barrier as u8, true);
     a.note(Track::Group, 1, Operation::Barrier as u8, false);
     let seen = page.read(0);
     let launch = seen.spent_ns[Activity::Launch as usize];
-    assert!(launch > 0 && seen.spent_ns[Activity::Collect as usize] == 0, "{seen:?}");
+    assert!(launch > 0 && seen.spent_ns[Activity::Wait as usize] == 0, "{seen:?}");
     assert!(seen.track(Track::Group).inside_ns > 0 && !seen.track(Track::Group).inside);
 }
 

@@ -49,6 +49,7 @@ impl<'m> DetokenizerWorker<'m> {
         match message {
             ToDetokenizer::Begin(list) => {
                 for Begin { id, text, prompt } in list {
+                    tracing::debug!(request = %id, "text begins");
                     let mut decoder = self.model.decoder(&text);
                     let TextParams { skip_special_tokens, keeps_stop, echo, prompt_tokens, .. } = text;
                     if echo {
@@ -85,8 +86,10 @@ impl<'m> DetokenizerWorker<'m> {
         }
         let stop_string = decoder.stop_string();
         let finish = if stopped { Some(FinishReason::Stop) } else { finish };
-        let timing = timing.filter(|_| finish.is_some());
-        if finish.is_some() {
+        let is_first = usage.completion_tokens as usize <= tokens.len();
+        let timing = timing.filter(|_| is_first || finish.is_some());
+        if let Some(reason) = finish {
+            tracing::debug!(request = %id, tokens = usage.completion_tokens, finish = reason.as_openai(), "text ends");
             self.running.remove(&id);
         }
         let logprobs = logprobs.map(|step| {

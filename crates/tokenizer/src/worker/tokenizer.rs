@@ -74,18 +74,23 @@ impl<S: Outbox<ToScheduler>, A: Outbox<ToApi>> Shared<S, A> {
         }
         match submission {
             Ok(submit) => {
+                tracing::debug!(request = %id, prompt_tokens = submit.prompt.len(), "tokenized");
                 if submit.sampling.grammar.is_some() && !self.is_vocabulary_sent {
                     self.is_vocabulary_sent = true;
                     self.scheduler.send(&ToScheduler::Vocabulary(Box::new(model.vocabulary())))?;
                 }
                 self.scheduler.send(&ToScheduler::Submit(Box::new(submit)))
             }
-            Err(refusal) => self.api.send(&ToApi::Refused { id, refusal }),
+            Err(refusal) => {
+                tracing::debug!(request = %id, refusal.status, refusal.message, "refused");
+                self.api.send(&ToApi::Refused { id, refusal })
+            }
         }
     }
 
     /// Withdraws a request, or passes its abort on.
     fn abort(&mut self, id: RequestId) -> Result<(), TokenizerError> {
+        tracing::debug!(request = %id, "aborted");
         if self.open.remove(&id) { Ok(()) } else { self.scheduler.send(&ToScheduler::Abort(id)) }
     }
 }
