@@ -2,6 +2,7 @@
 
 use crate::keys::ApiKeys;
 use crate::parsers::ParserChoice;
+use crate::spans::OtlpEndpoint;
 use crate::transport::Tls;
 use axum::http::HeaderValue;
 use lockstep_comm::watch::WatchPage;
@@ -61,6 +62,8 @@ pub struct ApiConfig {
     pub processes: ProcessList,
     /// Where the loops of these processes stand; none in tests without processes.
     pub watch: Option<Watched>,
+    /// Who collects traces of requests, if anybody.
+    pub otlp: Option<OtlpEndpoint>,
 }
 
 /// The watch page, and whose mark is which.
@@ -100,6 +103,7 @@ impl ApiConfig {
             version: env!("CARGO_PKG_VERSION").into(),
             processes: ProcessList::default(),
             watch: None,
+            otlp: None,
         }
     }
 }
@@ -189,4 +193,8 @@ pub struct ProcessInfo {
     pub name: String,
     /// Its process id.
     pub pid: u32,
+    /// What it does: `api`, `scheduler`, `tokenizer`, `detokenizer`.
+    pub role: String,
+    /// Its rank, if it is one.
+    pub rank: Option<usize>,
 }

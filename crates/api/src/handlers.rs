@@ -6,14 +6,16 @@ use crate::body::{Bodies, read_object};
 use crate::config::unix_seconds;
 use crate::connection::Connection;
 use crate::dialect::{Dialect, Reading, anthropic_models};
-use crate::engine::EngineClient;
+use crate::engine::{Caller, EngineClient};
 use crate::errors::ErrorForm;
-use crate::metrics::{self, Scrape};
+use crate::metrics::{self, HttpErrors, Scrape};
 use crate::openapi::document::document;
 use crate::parsers::{ReasoningFormat, ToolFormat};
 use crate::request::{self, Call, policy::FieldPolicy};
+use crate::request_id;
 use crate::respond::{Answer, json, json_or_refusal, refuse};
 use crate::routes;
+use crate::spans::{Traced, Tracer};
 use crate::timing;
 use axum::body::Body;
 use axum::extract::rejection::PathRejection;
@@ -33,6 +35,10 @@ pub(crate) struct App {
     pub(crate) run_id: u32,
     /// Request bodies that are being read.
     pub(crate) bodies: Bodies,
+    /// Where ended requests are told of.
+    pub(crate) tracer: Tracer,
+    /// Error answers so far.
+    pub(crate) http_errors: HttpErrors,
     /// Held by the one health check that generates a token for all.
     pub(crate) probing: tokio::sync::Mutex<()>,
 }
@@ -43,14 +49,36 @@ pub(crate) async fn generate<D: Dialect>(
     ConnectInfo(connection): ConnectInfo<Connection>,
     request: Request<Body>,
 ) -> Answer {
-    match begin::<D>(&app, connection, request).await {
+    let asker = Asker {
+        errors: ErrorForm::of_path(request.uri().path()),
+        x_request_id: request_id::text_of(request.headers()),
+        traced: app.tracer.begin(request.uri().path(), request.headers()),
+        connection,
+    };
+    match begin::<D>(&app, &asker, request).await {
         Ok(Begun::Submitted(pending, stream)) => answer::answer(*pending, stream).await,
         Ok(Begun::WithoutText(value)) => json(&value),
         Err(refusal) => {
-            tracing::debug!(refusal.status, refusal.message, "request refused");
+            tracing::debug!(
+                x_request_id = asker.x_request_id,
+                refusal.status,
+                refusal.message,
+                "request refused"
+            );
             refuse(&refusal)
         }
     }
+}
+
+/// Who asks.
+struct Asker {
+    connection: Connection,
+    /// How a failure is written.
+    errors: ErrorForm,
+    /// Its own name of the call; may be empty.
+    x_request_id: String,
+    /// The trace that the call belongs to, if it is traced.
+    traced: Option<Traced>,
 }
 
 /// What a request has come to before its answer is written.
@@ -61,12 +89,7 @@ enum Begun {
     WithoutText(Value),
 }
 
-async fn begin<D: Dialect>(
-    app: &App,
-    connection: Connection,
-    request: Request<Body>,
-) -> Result<Begun, Refusal> {
-    let errors = ErrorForm::of_path(request.uri().path());
+async fn begin<D: Dialect>(app: &App, asker: &Asker, request: Request<Body>) -> Result<Begun, Refusal> {
     let timing = timing::is_asked(request.headers())?;
     let body = read_object(request, &app.config, &app.bodies).await?;
     let reading = Reading { config: &app.config, policy: &app.policy };
@@ -77,26 +100,25 @@ async fn begin<D: Dialect>(
     if timing {
         call.ask_for_timing();
     }
-    submit::<D>(app, (connection, errors), call, echo)
+    submit::<D>(app, asker, call, echo)
 }
 
 /// Hands a call to the engine.
-fn submit<D: Dialect>(
-    app: &App,
-    (connection, errors): (Connection, ErrorForm),
-    mut call: Call,
-    echo: D::Echo,
-) -> Result<Begun, Refusal> {
-    let hold = connection.hold();
+fn submit<D: Dialect>(app: &App, asker: &Asker, mut call: Call, echo: D::Echo) -> Result<Begun, Refusal> {
+    let (hold, errors) = (asker.connection.hold(), asker.errors);
     let stop = call.requests.first().map(|request| request.text.stop.clone()).unwrap_or_default();
-    let generation = app.engine.submit(std::mem::take(&mut call.requests), call.n);
+    let caller = Caller::Client(asker.traced.clone());
+    let generation = app.engine.submit(std::mem::take(&mut call.requests), call.n, caller);
     let mut generation = generation.map_err(|refusal| D::NAMES.in_their_terms(refusal))?;
     let serial = format!("{:08x}{:08x}", app.run_id, generation.id().0);
     let model = app.config.served_model_name.clone();
     let form = D::form(Label { serial: serial.clone(), created: unix_seconds(), model }, &call, echo);
     generation.go_by(form.id(), None);
     call.names.iter().for_each(|(name, choice)| generation.go_by(name, *choice));
-    tracing::debug!(answer = form.id(), request = %generation.id(), stream = call.stream, "request submitted");
+    for request in generation.ids() {
+        let (answer, x_request_id) = (form.id(), &*asker.x_request_id);
+        tracing::debug!(%request, answer, x_request_id, stream = call.stream, "request submitted");
+    }
     let Call { n: per_prompt, parsing, prompt_only, stream, .. } = call;
     let names = D::NAMES;
     let pending =
@@ -193,6 +215,9 @@ pub(crate) async fn metrics(State(app): State<Arc<App>>) -> Answer {
         Ok(engine) => metrics::answer(Scrape {
             engine,
             requests_open: app.engine.requests_open(),
+            statistics: app.engine.statistics(),
+            http_errors: app.http_errors.clone(),
+            traced: app.tracer.outcomes(),
             watched: app.config.watch.clone(),
             processes: app.config.processes.get(),
         }),

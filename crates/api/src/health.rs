@@ -10,7 +10,7 @@
 //! **Invariant:** none of them says that all is well while another of them, asked at the same moment, knows
 //! better: they look at the same three things, in the same order.
 
-use crate::engine::{Event, NewRequest};
+use crate::engine::{Caller, Event, NewRequest};
 use crate::handlers::App;
 use crate::respond::{Answer, json, refuse};
 use axum::extract::State;
@@ -120,7 +120,7 @@ async fn generate_one(app: &App) -> Result<(), Refusal> {
         cache_salt: None,
         priority: PRIORITY,
     };
-    let mut generation = app.engine.submit(vec![request], 1)?;
+    let mut generation = app.engine.submit(vec![request], 1, Caller::HealthCheck)?;
     loop {
         match generation.next().await {
             (_, Event::Refused(refusal)) => return Err(refusal),

@@ -37,9 +37,12 @@ pub mod parsers;
 #[cfg(test)]
 mod random;
 mod request;
+mod request_id;
 mod respond;
 mod routes;
 pub mod server;
+mod spans;
+mod statistics;
 mod text;
 mod timing;
 mod trace;
@@ -56,6 +59,7 @@ pub use keys::ApiKeys;
 pub use listen::TURNED_AWAY_MAX;
 pub use request::check_chat_fields;
 pub use server::serve;
+pub use spans::OtlpEndpoint;
 pub use transport::{Tls, TlsError};
 
 /// An origin of web pages, as the header `Origin` writes it.

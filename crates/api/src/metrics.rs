@@ -1,13 +1,20 @@
-//! `/metrics`: the engine's gauges and counters in the OpenMetrics text format, which Prometheus reads.
+//! `/metrics`: gauges, counters and histograms in the OpenMetrics text format, which Prometheus reads.
 //!
 //! Names and units follow Prometheus' conventions: base units, `_total` for counters, one name per quantity with
-//! labels for its parts. The numbers are rank 0's at the moment of the scrape; since all ranks decide alike they are
-//! every rank's; what differs between ranks is read off the watch page ([`ranks`]). **Invariant:** `lockstep_kv_pages` over its states adds up to `lockstep_kv_pool_pages`.
+//! labels for its parts; what SGLang and vLLM both measure of requests is called as there, behind our prefix. Three
+//! sources: rank 0's counters at the moment of the scrape (since all ranks decide alike they are every rank's), what
+//! the api saw of requests ([`requests`]), and the watch page for what differs between ranks ([`ranks`]).
+//!
+//! **Invariants:** `lockstep_kv_pages` over its states adds up to `lockstep_kv_pool_pages`; the table "Metrics" of
+//! `docs/operations.md` lists every family and no other (a test on a real server compares them).
 
 use crate::config::{ProcessInfo, Watched};
 use crate::respond::{Answer, refuse};
+use crate::statistics::Statistics;
 use axum::body::Body;
+use axum::extract::{Request, State};
 use axum::http::{HeaderValue, Response, header};
+use axum::middleware::Next;
 use lockstep_core::Refusal;
 use lockstep_wire::EngineInfo;
 use prometheus_client::collector::Collector;
@@ -16,8 +23,11 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 
 mod ranks;
+mod requests;
 
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
@@ -34,11 +44,35 @@ pub(crate) fn answer(scrape: Scrape) -> Answer {
     answer
 }
 
+/// Error answers by status. Clones count together.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct HttpErrors(Arc<Mutex<BTreeMap<u16, u64>>>);
+
+impl HttpErrors {
+    fn counts(&self) -> BTreeMap<u16, u64> {
+        self.0.lock().expect("invariant: nothing panics while holding it").clone()
+    }
+}
+
+/// A layer around all others: counts error answers.
+pub(crate) async fn count_errors(State(errors): State<HttpErrors>, request: Request, next: Next) -> Answer {
+    let answer = next.run(request).await;
+    let status = answer.status();
+    if status.is_client_error() || status.is_server_error() {
+        let mut counts = errors.0.lock().expect("invariant: nothing panics while holding it");
+        *counts.entry(status.as_u16()).or_default() += 1;
+    }
+    answer
+}
+
 /// One scrape's numbers.
 #[derive(Debug)]
 pub(crate) struct Scrape {
     pub(crate) engine: EngineInfo,
     pub(crate) requests_open: usize,
+    pub(crate) statistics: Statistics,
+    pub(crate) http_errors: HttpErrors,
+    pub(crate) traced: [(&'static str, u64); 3],
     pub(crate) watched: Option<Watched>,
     pub(crate) processes: Vec<ProcessInfo>,
 }
@@ -68,8 +102,13 @@ impl Collector for Scrape {
             engine.ranks.iter().map(|r| (r.rank.to_string(), r.weight_bytes as usize)).collect();
         let weights: Vec<_> = weights.iter().map(|(rank, bytes)| (rank.as_str(), *bytes)).collect();
         gauges(&mut encoder, "rank_weight_bytes", "Weights that a rank holds.", "rank", &weights)?;
+        self.encode_use(&mut encoder)?;
         self.encode_totals(&mut encoder)?;
         self.encode_processes(&mut encoder)?;
+        requests::encode(&mut encoder, &self.statistics, &self.http_errors)?;
+        let help = "Requests whose spans a collector of traces took (exported) or did not (failed), and those for which \
+                    the queue to it had no room (dropped).";
+        counters(&mut encoder, "traced_requests", help, "outcome", &self.traced)?;
         match &self.watched {
             Some(watched) => ranks::encode(&mut encoder, watched),
             None => Ok(()),
@@ -80,9 +119,24 @@ impl Collector for Scrape {
 impl Scrape {
     /// Memory of the processes that live.
     fn encode_processes(&self, encoder: &mut DescriptorEncoder<'_>) -> std::fmt::Result {
-        let resident: Vec<(&str, usize)> =
-            self.processes.iter().filter_map(|p| Some((p.name.as_str(), resident_bytes(p.pid)?))).collect();
-        gauges(encoder, "process_resident_bytes", "Memory of a process that is in RAM.", "process", &resident)
+        let help = "Memory of a process that is in RAM; pages that it shares with others included.";
+        let mut family =
+            encoder.encode_descriptor("process_resident_bytes", help, None, MetricType::Gauge)?;
+        for process in &self.processes {
+            let Some(bytes) = resident_bytes(process.pid) else { continue };
+            let rank = process.rank.map(|rank| rank.to_string()).unwrap_or_default();
+            let labels = [("process", &*process.name), ("role", &*process.role), ("rank", &*rank)];
+            ConstGauge::new(bytes as i64).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+
+    /// Shares that everybody would work out otherwise.
+    fn encode_use(&self, encoder: &mut DescriptorEncoder<'_>) -> std::fmt::Result {
+        let EngineInfo { pages_held, pages_total, .. } = self.engine;
+        let help = "Pages held by requests, of all pages of the pool.";
+        let metric = encoder.encode_descriptor("kv_usage_ratio", help, None, MetricType::Gauge)?;
+        ConstGauge::new(pages_held as f64 / pages_total.max(1) as f64).encode(metric)
     }
 
     fn encode_totals(&self, encoder: &mut DescriptorEncoder<'_>) -> std::fmt::Result {
@@ -97,11 +151,7 @@ impl Scrape {
             ("evicted_pages", "Pages of cached prefixes given up.", totals.evicted_pages),
             ("prefix_waits", "Admissions put off to share a prefix in flight.", totals.prefix_waits),
         ];
-        for (name, help, value) in counters {
-            let metric = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
-            ConstCounter::new(value).encode(metric)?;
-        }
-        Ok(())
+        counters.into_iter().try_for_each(|(name, help, value)| counter(encoder, name, help, value))
     }
 }
 
@@ -115,6 +165,26 @@ fn resident_bytes(pid: u32) -> Option<usize> {
 fn gauge(encoder: &mut DescriptorEncoder<'_>, name: &str, help: &str, value: usize) -> std::fmt::Result {
     let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
     ConstGauge::new(value as i64).encode(metric)
+}
+
+fn counter(encoder: &mut DescriptorEncoder<'_>, name: &str, help: &str, value: u64) -> std::fmt::Result {
+    let metric = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+    ConstCounter::new(value).encode(metric)
+}
+
+/// One counter per value of `label`.
+fn counters(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    label: &str,
+    values: &[(&str, u64)],
+) -> std::fmt::Result {
+    let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+    for &(value, number) in values {
+        ConstCounter::new(number).encode(family.encode_family(&[(label, value)])?)?;
+    }
+    Ok(())
 }
 
 /// One gauge per value of `label`.

@@ -178,10 +178,9 @@ pub(crate) const ROUTES: &[Route] = &[
             method: "get",
             body: None,
             answer: Answers::Text("application/openmetrics-text"),
-            summary: "OpenMetrics text for Prometheus: pages by state (free, cached, held add up to the pool), \
-                requests by state, and totals since start (steps, prompt, cached, generated and computed tokens, \
-                retractions, evicted pages, prefix waits), asked from rank 0 at that moment (503 if it does not \
-                answer within 5 s)",
+            summary: "OpenMetrics text for Prometheus: what clients get (ends, times and sizes of requests), the \
+                scheduler, the pool, where each rank's time goes, memory of processes; listed in `docs/operations.md`, \
+                \"Metrics\" (503 if rank 0 does not answer within 5 s)",
         },
     ),
     route("/flush_cache", || post(operations::flush_cache), FLUSH_CACHE),

@@ -5,10 +5,13 @@ use crate::config::Cors;
 use crate::control::Phase;
 use crate::handlers::{self, App};
 use crate::listen::Listening;
+use crate::metrics::{HttpErrors, count_errors};
 use crate::request::policy::FieldPolicy;
 use crate::respond::{Answer, refuse};
+use crate::spans::{About, Tracer};
 use crate::{
-    ApiConfig, Ended, EngineClient, ServerControl, delivery, errors, keys, listen, operations, routes, timing,
+    ApiConfig, Ended, EngineClient, ServerControl, delivery, errors, keys, listen, operations, request_id,
+    routes, timing,
 };
 use axum::Router;
 use axum::http::header;
@@ -34,7 +37,8 @@ const PREFLIGHT_MAX_AGE: Duration = Duration::from_secs(3600);
 ///   end or the grace is over; then streams end with an error event and other requests with 503.
 /// - Failure: every open request is answered with the cause at once.
 ///
-/// Either way it returns once the answers are flushed, at most one second later. The engine's
+/// Either way it returns once the answers are flushed, at most one second later, and the collector of traces, if there
+/// is one, has had a second more for the last ones. The engine's
 /// dispatcher must run beside it. Works on a single-threaded tokio runtime.
 pub async fn serve(
     listener: TcpListener,
@@ -48,11 +52,19 @@ pub async fn serve(
     let limits = (config.tls.clone(), config.patience, config.connections_max);
     let bodies = Bodies::default();
     let (policy, probing) = (FieldPolicy::default(), Default::default());
-    let app = Arc::new(App { config, engine: engine.clone(), policy, run_id, bodies, probing });
-    let routes = routes(app)
+    let about = About { model: config.served_model_name.clone(), version: config.version.clone() };
+    let traces = config.otlp.clone().map(|endpoint| Tracer::start(endpoint, about));
+    let (tracer, exporter) = traces.map_or_else(Default::default, |(tracer, task)| (tracer, Some(task)));
+    let http_errors = HttpErrors::default();
+    let counted = middleware::from_fn_with_state(http_errors.clone(), count_errors);
+    let app = App { config, engine: engine.clone(), policy, run_id, bodies, tracer, http_errors, probing };
+    let routes = routes(Arc::new(app))
         .layer(middleware::from_fn_with_state(keys, keys::check))
         .layer(middleware::from_fn(listen::check_head));
-    let routes = with_layers(routes, &cors).layer(middleware::from_fn(delivery::deliver));
+    let routes = with_layers(routes, &cors)
+        .layer(counted)
+        .layer(middleware::from_fn(request_id::echo))
+        .layer(middleware::from_fn(delivery::deliver));
     let (stop, stopped) = watch::channel(false);
     let mut server = std::pin::pin!(Listening::new(listener, routes, limits).serve(stopped));
     let ended = tokio::select! {
@@ -70,6 +82,9 @@ pub async fn serve(
     };
     if tokio::time::timeout(FLUSH_TIME, flush).await.is_err() {
         tracing::debug!("some clients did not take their answers in time");
+    }
+    if let Some(exporter) = exporter {
+        exporter.finish().await;
     }
     ended
 }
@@ -140,7 +155,7 @@ fn with_layers(routes: Router, cors: &Cors) -> Router {
         .allow_origin(origins)
         .allow_methods(AllowMethods::mirror_request())
         .allow_headers(AllowHeaders::mirror_request())
-        .expose_headers([header::RETRY_AFTER, timing::HEADER])
+        .expose_headers([header::RETRY_AFTER, timing::HEADER, request_id::HEADER])
         .max_age(PREFLIGHT_MAX_AGE);
     routes.layer(cors)
 }

@@ -53,7 +53,12 @@ async fn health_version_and_root() {
 #[tokio::test]
 async fn server_info_asks_rank_0() {
     let config = config();
-    config.processes.set(vec![ProcessInfo { name: "launcher".into(), pid: 7 }]);
+    config.processes.set(vec![ProcessInfo {
+        name: "launcher".into(),
+        pid: 7,
+        role: "api".into(),
+        rank: None,
+    }]);
     let mut server = Server::start_with(config, 1, 100).await;
     server.ask(post(COMPLETIONS, r#"{"foo":1,"prompt":5}"#)).await.error(400);
     let mut client = server.connect().await;
@@ -73,7 +78,7 @@ async fn server_info_asks_rank_0() {
     assert_eq!(reply["engine"]["ranks"][0]["pid"], 8);
     assert_eq!(reply["api"]["unknown_fields"], 1);
     assert_eq!(reply["api"]["requests_open"], 0);
-    assert_eq!(reply["processes"], json!([{"name": "launcher", "pid": 7}]));
+    assert_eq!(reply["processes"], json!([{"name": "launcher", "pid": 7, "role": "api", "rank": null}]));
 }
 
 #[tokio::test]

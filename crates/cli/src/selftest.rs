@@ -11,7 +11,7 @@ use lockstep_core::{DType, ExitCode};
 
 /// Prints one line an operation and type; errors when one is out of its bound.
 pub fn run(flags: &SelftestFlags) -> Result<()> {
-    logging::init("selftest", flags.logging.log_level.name(), std::io::stderr);
+    logging::init_command("selftest", &flags.logging);
     if flags.device != "cuda" {
         let sentence = format!("--device {} has no selftest; use cuda", flags.device);
         return Err(CliError::new(ExitCode::Flags, sentence));

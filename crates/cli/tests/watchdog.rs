@@ -4,10 +4,11 @@
 
 mod common;
 
-use common::{Served, serve_with};
-use lockstep_testkit::Fixture;
+use common::{Served, command, serve_with};
+use lockstep_testkit::fixtures::random_models;
 use lockstep_testkit::process::{self, Signal, poll};
 use lockstep_testkit::server::Streamed;
+use lockstep_testkit::{Fixture, TempDir};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -66,6 +67,38 @@ fn a_stopped_process_on_an_idle_server_is_named_and_ends_it() {
         }
         served.server.wait_gone(Duration::from_secs(1));
     }
+}
+
+#[test]
+fn a_process_stopped_while_loading_is_named_and_ends_the_start() {
+    let temp = TempDir::new("stopped-loading");
+    let model = random_models::slow(4, 512).write_into(temp.path());
+    let mut server =
+        command(&model, 2).flag("--num-tokenizer", 1).flag("--collective-timeout", TIMEOUT_S).spawn();
+    let name = "lockstep-TP1-scheduler";
+    process::signal(server.process(name).pid, Signal::Stop);
+    let exit = server.wait_exit(OVER);
+    assert_eq!(exit.code, Some(4), "{}", exit.output);
+    let last = exit.output.lines().last().unwrap_or_default();
+    let said = format!("lockstep: {name} was ended while loading because TP1 did not answer for ");
+    assert!(last.starts_with(&said) && last.contains("stopped by a signal"), "{last}");
+    assert!(exit.output.lines().any(|line| line.contains("ERROR") && line.contains("TP1 does not answer")));
+    server.wait_gone(Duration::from_secs(1));
+}
+
+#[test]
+fn a_launcher_that_stood_still_suspects_nobody_and_says_nothing() {
+    let served = idle_server(TIMEOUT_S);
+    let launcher = served.server.pid();
+    process::signal(launcher, Signal::Stop);
+    // Longer than a stopped child would be left; nothing else can be waited for while the launcher stands still.
+    std::thread::sleep(Duration::from_secs(TIMEOUT_S + 1));
+    process::signal(launcher, Signal::Cont);
+    until_status(&served, "/health", 200);
+    until_status(&served, "/health/ready", 200);
+    let said = served.server.output();
+    assert!(!said.contains("does not answer"), "{said}");
+    served.server.stop();
 }
 
 #[test]

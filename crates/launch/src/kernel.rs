@@ -15,6 +15,12 @@ pub(crate) fn cpu_time(pid: u32) -> Option<Duration> {
     parse_cpu_time(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
+/// Whether a signal has stopped a process.
+pub(crate) fn is_stopped(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
+    stat.is_ok_and(|stat| fields(&stat).next() == Some("T"))
+}
+
 /// State, place and, where it may be read, the stack in the kernel of a process's main thread.
 pub(crate) fn describe(pid: u32) -> String {
     let read = |file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).ok();

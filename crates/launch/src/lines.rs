@@ -75,10 +75,23 @@ impl Tail {
         self.lines.push_back(String::from_utf8_lossy(line).into_owned());
     }
 
-    /// The lines, oldest first.
+    /// The lines as text, oldest first.
     pub(crate) fn take(&mut self) -> Vec<String> {
-        std::mem::take(&mut self.lines).into()
+        std::mem::take(&mut self.lines).into_iter().map(|line| as_text(&line).unwrap_or(line)).collect()
     }
+}
+
+/// What a log line in JSON would be as text; `None` for any other line.
+fn as_text(line: &str) -> Option<String> {
+    #[derive(serde::Deserialize)]
+    struct Line {
+        time: String,
+        level: String,
+        process: String,
+        message: String,
+    }
+    let Line { time, level, process, message } = serde_json::from_str(line).ok()?;
+    Some(format!("{time} {level:>5} {process} {message}"))
 }
 
 /// The line that tells most about an end, introduced by what it is; `None` without any output.
@@ -172,6 +185,16 @@ mod tests {
         }
         let lines = tail.take();
         assert_eq!((lines.len(), lines[0].as_str(), lines[19].as_str()), (20, "30", "49"));
+    }
+
+    #[test]
+    fn json_lines_are_told_as_text() {
+        let mut tail = Tail::default();
+        tail.push(
+            br#"{"time":"12:00","level":"ERROR","target":"x","process":"TP0","rank":0,"message":"no \"a\""}"#,
+        );
+        tail.push(b"{not json");
+        assert_eq!(tail.take(), ["12:00 ERROR TP0 no \"a\"", "{not json"]);
     }
 
     fn telling(lines: &[&str], status: ChildStatus) -> Option<String> {

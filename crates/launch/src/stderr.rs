@@ -11,6 +11,10 @@ use std::io::{self, Write};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+/// What a line that is written as it is becomes, where the log has a form that it lacks; `None`: it stays. Lines come
+/// without their newline.
+pub type LineForm = fn(&[u8]) -> Option<Vec<u8>>;
+
 /// Bytes that may wait for the terminal.
 const QUEUE_BYTES_MAX: usize = 1 << 20;
 
@@ -23,18 +27,18 @@ pub struct StderrSink {
 }
 
 impl StderrSink {
-    /// To the stderr of this process.
-    pub fn start() -> Result<Self, LaunchError> {
-        Self::to(io::stderr())
+    /// To the stderr of this process, every line in `form`.
+    pub fn start(form: Option<LineForm>) -> Result<Self, LaunchError> {
+        Self::to(io::stderr(), form)
     }
 
     /// To any writer.
-    pub fn to(out: impl Write + Send + 'static) -> Result<Self, LaunchError> {
+    pub fn to(out: impl Write + Send + 'static, form: Option<LineForm>) -> Result<Self, LaunchError> {
         let shared = Arc::new(Shared::default());
         let for_thread = shared.clone();
         std::thread::Builder::new()
             .name("stderr".into())
-            .spawn(move || for_thread.run(out))
+            .spawn(move || for_thread.run(Formed { out, form }))
             .map_err(LaunchError::system("starting the stderr thread"))?;
         Ok(Self { handle: Arc::new(Handle { shared }) })
     }
@@ -142,21 +146,45 @@ impl Shared {
     }
 
     /// Body of the thread. A failed write (closed terminal) loses the line and nothing else.
-    fn run(&self, mut out: impl Write) {
+    fn run(&self, mut out: Formed<impl Write>) {
         while let Some((lines, dropped)) = self.take() {
             for line in lines {
-                let _ = out.write_all(&line);
+                out.write(&line);
                 self.lock().bytes -= line.len();
             }
             if dropped > 0 {
-                let _ = writeln!(
-                    out,
-                    "lockstep: {dropped} log lines were dropped: stderr did not take them in time"
-                );
+                let told =
+                    format!("lockstep: {dropped} log lines were dropped: stderr did not take them in time\n");
+                out.write(told.as_bytes());
             }
-            let _ = out.flush();
+            let _ = out.out.flush();
             self.lock().writing = false;
             self.idle.notify_all();
+        }
+    }
+}
+
+/// A writer of lines in a form. What cannot be written is lost.
+struct Formed<W> {
+    out: W,
+    form: Option<LineForm>,
+}
+
+impl<W: Write> Formed<W> {
+    /// Writes whole lines.
+    fn write(&mut self, lines: &[u8]) {
+        let Some(form) = self.form else {
+            let _ = self.out.write_all(lines);
+            return;
+        };
+        for line in lines.split_inclusive(|byte| *byte == b'\n') {
+            match form(line.strip_suffix(b"\n").unwrap_or(line)) {
+                None => drop(self.out.write_all(line)),
+                Some(mut formed) => {
+                    formed.push(b'\n');
+                    let _ = self.out.write_all(&formed);
+                }
+            }
         }
     }
 }
@@ -191,7 +219,7 @@ mod tests {
         let (allow, allowed) = sync_channel(0);
         let (entered, has_entered) = sync_channel(1);
         let written = Arc::new(Mutex::new(Vec::new()));
-        let sink = StderrSink::to(Stuck { allowed, entered, written: written.clone() }).unwrap();
+        let sink = StderrSink::to(Stuck { allowed, entered, written: written.clone() }, None).unwrap();
         sink.write_line(b"first");
         has_entered.recv().unwrap();
         let line = vec![b'x'; 1023];
@@ -214,11 +242,26 @@ mod tests {
         drop(allow);
         let written = Arc::new(Mutex::new(Vec::new()));
         let mut sink =
-            StderrSink::to(Stuck { allowed, entered: sync_channel(1).0, written: written.clone() }).unwrap();
+            StderrSink::to(Stuck { allowed, entered: sync_channel(1).0, written: written.clone() }, None)
+                .unwrap();
         sink.write_line(b"one");
         sink.write_all(b"two\nthree\n").unwrap();
         sink.clone().write_line(b"four");
         assert!(sink.flush_within(Duration::from_secs(20)));
         assert_eq!(written.lock().unwrap().as_slice(), b"one\ntwo\nthree\nfour\n");
+    }
+
+    #[test]
+    fn lines_without_the_form_get_it() {
+        let (allow, allowed) = sync_channel(0);
+        drop(allow);
+        let written = Arc::new(Mutex::new(Vec::new()));
+        let out = Stuck { allowed, entered: sync_channel(1).0, written: written.clone() };
+        let form: LineForm = |line| (!line.starts_with(b"{")).then(|| [b"<", line, b">"].concat());
+        let mut sink = StderrSink::to(out, Some(form)).unwrap();
+        sink.write_all(b"{1}\ntwo\n").unwrap();
+        sink.write_line(b"three");
+        assert!(sink.flush_within(Duration::from_secs(20)));
+        assert_eq!(written.lock().unwrap().as_slice(), b"{1}\n<two>\n<three>\n");
     }
 }

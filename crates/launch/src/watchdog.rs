@@ -3,7 +3,8 @@
 //! A loop that waits beats on the page all the time ([`BEAT_INTERVAL`]), so one without a beat computes, is
 //! stopped or is stuck. Whether it computes is told by its process's CPU time: one that does is left alone, since
 //! nobody can tell a long computation from an endless one. Any other is *suspect* after [`Limits::report`], told
-//! with the positions of all loops, and *lost* after [`Limits::end`].
+//! with the positions of all loops, and *lost* after [`Limits::end`]. While a server loads, nobody beats, and a slow
+//! disk or driver is no reason to end it: then only processes that a signal has stopped are silent ([`Stage`]).
 //!
 //! **Invariants**
 //! - Silence is counted in the watchdog's own ticks, each at most twice its nominal length: when the launcher or
@@ -63,6 +64,15 @@ impl Limits {
     }
 }
 
+/// What the watched loops are about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// They load: one is silent while its process is stopped by a signal.
+    Loading,
+    /// They serve: one is silent while it does not beat.
+    Serving,
+}
+
 /// What the watchdog has to say.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Concern {
@@ -95,13 +105,14 @@ impl Watchdog {
     pub fn start(
         page: WatchPage,
         loops: Vec<WatchedLoop>,
-        limits: Limits,
+        (stage, limits): (Stage, Limits),
         stderr: StderrSink,
     ) -> std::io::Result<(Self, Concerns)> {
         let (sender, concerns) = unbounded_channel();
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = stop.clone();
-        let watch = Watch { judge: Judge::new(loops.len(), limits), page, loops, sender, stderr, told: None };
+        let judge = Judge::new(loops.len(), limits);
+        let watch = Watch { judge, stage, page, loops, sender, stderr, told: None };
         let thread =
             std::thread::Builder::new().name("watchdog".into()).spawn(move || watch.run(&stopped))?;
         Ok((Self { stop, thread: Some(thread) }, concerns))
@@ -121,6 +132,7 @@ impl Drop for Watchdog {
 /// The thread's state.
 struct Watch {
     judge: Judge,
+    stage: Stage,
     page: WatchPage,
     loops: Vec<WatchedLoop>,
     sender: UnboundedSender<Concern>,
@@ -149,7 +161,8 @@ impl Watch {
         let mut suspects = Vec::new();
         for (index, watched) in self.loops.iter().enumerate() {
             let has_ended = seen[index].track(Track::Loop).activity() == Activity::Ended;
-            let beat = if has_ended { now } else { seen[index].beat_ns };
+            let is_excused = has_ended || self.stage == Stage::Loading && !kernel::is_stopped(watched.pid);
+            let beat = if is_excused { now } else { seen[index].beat_ns };
             match self.judge.observe(index, elapsed, beat, || kernel::cpu_time(watched.pid)) {
                 Judged::Answers => {}
                 Judged::Suspect => suspects.push(index),

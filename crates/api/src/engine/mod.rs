@@ -21,6 +21,8 @@ mod registry;
 
 pub use registry::EngineInbound;
 
+use crate::spans::Traced;
+use crate::statistics::{Life, Statistics};
 use events::EventReceiver;
 use lockstep_core::{Refusal, RequestId, SamplingParams};
 use lockstep_wire::{
@@ -30,6 +32,7 @@ use registry::{Entry, Registry};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::sync::mpsc::{self, OwnedPermit, error::TrySendError};
+use tokio::time::Instant;
 
 /// Places in the outbound channel beyond two per request: queries and shutdown messages.
 const OUTBOUND_SPARE: usize = 64;
@@ -80,6 +83,15 @@ pub(crate) struct NewRequest {
     pub(crate) priority: i32,
 }
 
+/// On whose behalf a request runs.
+#[derive(Clone, Debug)]
+pub(crate) enum Caller {
+    /// A client, whose requests are measured, and traced if so decided.
+    Client(Option<Traced>),
+    /// A health check, whose are not: `/metrics` tells of what clients get.
+    HealthCheck,
+}
+
 /// What happens to an open request.
 #[derive(Debug)]
 pub(crate) enum Event {
@@ -111,7 +123,12 @@ impl EngineClient {
     ///
     /// Errors with a 503 when the server is draining, failed or full, and with a 400 when even an idle one could not
     /// take so many at once; then nothing was sent.
-    pub(crate) fn submit(&self, requests: Vec<NewRequest>, n: usize) -> Result<Generation, Refusal> {
+    pub(crate) fn submit(
+        &self,
+        requests: Vec<NewRequest>,
+        n: usize,
+        caller: Caller,
+    ) -> Result<Generation, Refusal> {
         if requests.len() > self.requests_open_max() {
             return Err(too_many_choices(requests.len(), self.requests_open_max()));
         }
@@ -119,16 +136,26 @@ impl EngineClient {
         let mut entries = Vec::with_capacity(requests.len());
         let mut sends = Vec::with_capacity(requests.len());
         let mut tokenizer = 0;
+        let now = Instant::now();
         for (choice, request) in requests.into_iter().enumerate() {
             let id = RequestId(self.next_request.fetch_add(1, Ordering::Relaxed));
             if choice % n.max(1) == 0 {
                 tokenizer = (id.0 % self.tokenizers as u64) as usize;
             }
             let (send, abort) = (self.reserve()?, self.reserve()?);
-            entries.push((
-                id,
-                Entry { sender: sender.clone(), choice, tokenizer, abort, usage: Usage::default() },
-            ));
+            let entry = Entry {
+                sender: sender.clone(),
+                choice,
+                tokenizer,
+                abort,
+                usage: Usage::default(),
+                asks_timing: request.text.timing,
+                life: match &caller {
+                    Caller::Client(traced) => Some(Life::new(now, traced.clone())),
+                    Caller::HealthCheck => None,
+                },
+            };
+            entries.push((id, entry));
             let NewRequest { prompt, tokenizing, sampling, text, cache_salt, priority } = request;
             let request = GenerateRequest { id, prompt, tokenizing, sampling, text, cache_salt, priority };
             let message = ToTokenizer::Generate(Box::new(request));
@@ -191,6 +218,11 @@ impl EngineClient {
     /// their clients they have finished, with [`FinishReason::Abort`](lockstep_core::FinishReason::Abort).
     pub(crate) fn abort(&self, name: Option<&str>) -> usize {
         self.registry.abort(name)
+    }
+
+    /// What became of requests, and how long it took.
+    pub(crate) fn statistics(&self) -> Statistics {
+        self.registry.statistics()
     }
 
     /// Requests without a last delta.
@@ -264,6 +296,11 @@ impl Generation {
     /// Number of choices.
     pub(crate) fn choices(&self) -> usize {
         self.ids.len()
+    }
+
+    /// The ids of the requests, by choice.
+    pub(crate) fn ids(&self) -> &[RequestId] {
+        &self.ids
     }
 
     /// The id of the first request: it names the answer.

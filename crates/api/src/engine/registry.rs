@@ -6,12 +6,14 @@
 
 use super::events::EventSender;
 use super::{Event, Outbound};
+use crate::statistics::{End, Life, Statistics};
 use lockstep_core::{FinishReason, Refusal, RequestId};
 use lockstep_wire::{Delta, EngineInfo, TextAnswer, ToApi, ToTokenizer, Usage};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::sync::mpsc::OwnedPermit;
 use tokio::sync::{oneshot, watch};
+use tokio::time::Instant;
 
 /// An open request.
 #[derive(Debug)]
@@ -26,6 +28,10 @@ pub(super) struct Entry {
     pub(super) abort: OwnedPermit<Outbound>,
     /// Token counts as last reported.
     pub(super) usage: Usage,
+    /// It wants to be told where its time went.
+    pub(super) asks_timing: bool,
+    /// What is measured of it; of a health check's nothing.
+    pub(super) life: Option<Life>,
 }
 
 impl Entry {
@@ -59,6 +65,24 @@ struct Table {
     closed: bool,
     /// Which process does not answer.
     suspicion: Option<String>,
+    statistics: Statistics,
+}
+
+impl Table {
+    /// Takes a request out, which has ended so.
+    fn take(&mut self, id: RequestId, end: End) -> Option<Entry> {
+        let mut entry = self.requests.remove(&id)?;
+        self.count(id, &mut entry, end, Instant::now());
+        Some(entry)
+    }
+
+    /// Measures a request that has ended, and tells of it where traces are collected.
+    fn count(&mut self, id: RequestId, entry: &mut Entry, end: End, now: Instant) {
+        if let Some(life) = entry.life.take() {
+            self.statistics.ended(&life, end, entry.usage, now);
+            life.trace(id, end, entry.usage, now);
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -100,6 +124,7 @@ impl Registry {
         if table.requests.len() + entries.len() > self.requests_open_max {
             return Err(queue_full(self.requests_open_max));
         }
+        entries.iter().filter(|(_, entry)| entry.life.is_some()).for_each(|_| table.statistics.submitted());
         table.requests.extend(entries);
         for (permit, message) in sends {
             permit.send(message);
@@ -123,7 +148,7 @@ impl Registry {
                 None => table.requests.keys().copied().collect(),
             };
             ids.sort_unstable();
-            ids.iter().filter_map(|id| Some((*id, table.requests.remove(id)?))).collect()
+            ids.iter().filter_map(|id| Some((*id, table.take(*id, End::Abort)?))).collect()
         };
         let count = aborted.len();
         for (id, entry) in aborted {
@@ -145,7 +170,7 @@ impl Registry {
                     table.names.remove(name);
                 }
             }
-            ids.iter().filter_map(|id| Some((*id, table.requests.remove(id)?))).collect()
+            ids.iter().filter_map(|id| Some((*id, table.take(*id, End::Left)?))).collect()
         };
         if let Some((first, _)) = left.first() {
             tracing::info!(request = %first, requests = left.len(), "answer no longer wanted (the client left), aborting");
@@ -203,6 +228,10 @@ impl Registry {
         self.table().requests.len()
     }
 
+    pub(super) fn statistics(&self) -> Statistics {
+        self.table().statistics.clone()
+    }
+
     pub(super) fn stop_admission(&self, refusal: Refusal) {
         self.table().refusing.get_or_insert(refusal);
     }
@@ -213,7 +242,10 @@ impl Registry {
             table.refusing = Some(refusal.clone());
             table.closed = true;
             table.queries.clear();
-            std::mem::take(&mut table.requests)
+            let mut requests = std::mem::take(&mut table.requests);
+            let now = Instant::now();
+            requests.iter_mut().for_each(|(id, entry)| table.count(*id, entry, End::Failed, now));
+            requests
         };
         let count = requests.len();
         for (id, entry) in requests {
@@ -234,19 +266,23 @@ impl Registry {
         let _ = answers.wait_for(|count| *count == 0).await;
     }
 
-    fn deliver_delta(&self, delta: Delta) {
+    fn deliver_delta(&self, mut delta: Delta, now: Instant) {
         let mut table = self.table();
+        let Table { requests, statistics, .. } = &mut *table;
         let id = delta.id;
-        if delta.finish.is_none() {
-            if let Some(entry) = table.requests.get_mut(&id) {
-                entry.usage = delta.usage;
-                entry.sender.send(entry.choice, Event::Delta(delta));
-            }
-            return;
+        let Some(entry) = requests.get_mut(&id) else { return };
+        entry.usage = delta.usage;
+        if let Some(life) = &mut entry.life {
+            statistics.delta(life, &delta, now);
         }
-        let Some(entry) = table.requests.remove(&id) else { return };
+        delta.timing = delta.timing.filter(|_| entry.asks_timing);
+        let Some(finish) = delta.finish else {
+            return entry.sender.send(entry.choice, Event::Delta(delta));
+        };
+        let Some(mut entry) = requests.remove(&id) else { return };
+        table.count(id, &mut entry, finish.into(), now);
         drop(table);
-        if delta.finish == Some(FinishReason::NoToken) {
+        if finish == FinishReason::NoToken {
             let refusal = no_token_left(delta.usage.completion_tokens);
             // Before its first token an answer is nothing but the refusal.
             if !(delta.text.is_empty() && delta.tokens.is_empty()) {
@@ -262,7 +298,10 @@ impl Registry {
     }
 
     fn deliver_refusal(&self, id: RequestId, refusal: Refusal) {
-        if let Some(entry) = self.table().requests.remove(&id) {
+        // Out of the lock, like every end.
+        let refused = self.table().take(id, End::Refused);
+        if let Some(entry) = refused {
+            tracing::debug!(request = %id, refusal.status, refusal.message, "request refused by the engine");
             entry.sender.send(entry.choice, Event::Refused(refusal));
         }
     }
@@ -310,7 +349,10 @@ impl EngineInbound {
     /// after an abort) are ignored; so are start-up messages, which the launcher has consumed.
     pub fn deliver(&self, message: ToApi) {
         match message {
-            ToApi::Deltas(deltas) => deltas.into_iter().for_each(|delta| self.registry.deliver_delta(delta)),
+            ToApi::Deltas(deltas) => {
+                let now = Instant::now();
+                deltas.into_iter().for_each(|delta| self.registry.deliver_delta(delta, now));
+            }
             ToApi::Refused { id, refusal } => self.registry.deliver_refusal(id, refusal),
             ToApi::EngineInfo(info) => self.registry.deliver_reply(info.query, Reply::Info(info)),
             ToApi::CacheFlushed { query, pages } => {

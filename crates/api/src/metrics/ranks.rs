@@ -28,8 +28,9 @@ pub(super) fn encode(encoder: &mut DescriptorEncoder<'_>, watched: &Watched) -> 
 }
 
 fn encode_activities(encoder: &mut DescriptorEncoder<'_>, watched: &Watched) -> std::fmt::Result {
-    let help = "Time that a rank has spent, by part of a step: agree (wait for the other ranks), messages, plan, \
-                launch (the forward pass, on CPU), collect (wait for the device, sample), send; and idle.";
+    let help = "Time that a rank has spent, by part of a step: agree (wait for the other ranks), messages and plan \
+                (schedule), launch (on CPU the forward pass), wait (for the device), sample (on the host), send; and \
+                idle.";
     let name = "rank_activity_seconds";
     let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
     let now = now_ns();

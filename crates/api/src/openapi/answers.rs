@@ -385,7 +385,8 @@ fn operations() -> Value {
 
 fn about_the_server() -> Value {
     let open = json!({"type": "object"});
-    let process = object(json!({"name": text(), "pid": count()}), json!({}));
+    let process = json!({"name": text(), "pid": count(), "role": text(), "rank": or_null(count())});
+    let process = object(process, json!({}));
     let model = json!({
         "id": of("ServedModel"), "object": {"const": "model"}, "created": count(), "owned_by": text(),
         "max_model_len": {"type": "integer", "minimum": 1,

@@ -23,7 +23,7 @@ const WAYS: [&str; 3] = ["one shot", "two shots", "NCCL"];
 
 /// Prints a line a size, and the switch points that follow.
 pub fn comm(flags: &CommFlags) -> Result<()> {
-    logging::init("bench", flags.logging.log_level.name(), std::io::stderr);
+    logging::init_command("bench", &flags.logging);
     let flag_error = CliError::with::<anyhow::Error>(ExitCode::Flags);
     let (plan, dtype) = checked(flags).map_err(&flag_error)?;
     let sizes = sizes(flags, dtype);

@@ -119,7 +119,7 @@ struct Engine {
 
 impl Engine {
     fn new(flags: &EngineFlags) -> Result<Self> {
-        logging::init("bench", flags.logging.log_level.name(), std::io::stderr);
+        logging::init_command("bench", &flags.logging);
         let flag_error = CliError::with::<anyhow::Error>(ExitCode::Flags);
         flags.batching.check().map_err(&flag_error)?;
         flags.memory.check(flags.batching.page_size).map_err(&flag_error)?;

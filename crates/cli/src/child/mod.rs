@@ -3,7 +3,7 @@
 pub mod rank;
 pub mod text;
 
-use crate::logging;
+use crate::logging::{self, LogSettings, Speaker};
 use lockstep_comm::watch::WatchPage;
 use lockstep_core::ExitCode;
 use lockstep_engine::RankConfig;
@@ -13,10 +13,10 @@ use serde::{Deserialize, Serialize};
 /// What the launcher tells a child.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ChildConfig {
-    /// Role as log lines show it, e.g. `TP0`.
-    pub label: String,
-    /// `--log-level`.
-    pub log_level: String,
+    /// How log lines show it.
+    pub speaker: Speaker,
+    /// What it logs.
+    pub log: LogSettings,
     /// The first mark on the watch page that is this process's.
     pub mark: usize,
     /// What to do.
@@ -41,7 +41,7 @@ pub fn run(entry: ChildEntry) -> i32 {
             return ExitCode::Internal.code();
         }
     };
-    logging::init(&config.label, &config.log_level, std::io::stderr);
+    logging::init(config.speaker, config.log, std::io::stderr);
     let mut inherited = entry.inherited.into_iter();
     let page = match inherited.next().map(WatchPage::map) {
         Some(Ok(page)) => page,

@@ -47,7 +47,7 @@ type Verdict = std::result::Result<String, String>;
 
 /// Prints the report, section by section as they are made.
 pub fn run(flags: &DoctorFlags) -> Result<()> {
-    logging::init("doctor", flags.logging.log_level.name(), std::io::stderr);
+    logging::init_command("doctor", &flags.logging);
     if !["auto", "cpu", "cuda"].contains(&flags.device.as_str()) {
         let sentence = format!("--device {} is not known; use auto, cpu or cuda", flags.device);
         return Err(CliError::new(ExitCode::Flags, sentence));

@@ -53,7 +53,7 @@ impl From<PullError> for CliError {
 
 /// `lockstep pull`: fetches a model and prints its path, or lists what can be fetched.
 pub fn run(flags: &PullFlags) -> crate::error::Result<()> {
-    crate::logging::init("pull", flags.logging.log_level.name(), std::io::stderr);
+    crate::logging::init_command("pull", &flags.logging);
     let Some(name) = &flags.name else {
         for model in catalogue::MODELS {
             let Model { name, about, licence, size_bytes, .. } = model;

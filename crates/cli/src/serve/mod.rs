@@ -17,7 +17,7 @@ mod spawn;
 
 use crate::error::{CliError, Result};
 use crate::flags::ServeFlags;
-use crate::logging;
+use crate::logging::{self, Speaker};
 use lockstep_core::ExitCode;
 use lockstep_launch::StderrSink;
 use plan::ServePlan;
@@ -30,9 +30,10 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Runs a server until it is told to stop or cannot go on. Says the last word itself, through the
 /// same queue as every log line, so that it comes last and an unread stderr cannot hold it up.
 pub fn run(flags: &ServeFlags) -> Result<()> {
-    let stderr = StderrSink::start().map_err(CliError::with(ExitCode::Internal))?;
+    let settings = flags.logging.settings();
+    let stderr = StderrSink::start(settings.raw_lines()).map_err(CliError::with(ExitCode::Internal))?;
     let log = stderr.clone();
-    logging::init("api", flags.logging.log_level.name(), move || log.clone());
+    logging::init(Speaker::named("api"), settings, move || log.clone());
     let ended = serve(flags, &stderr).map_err(|error| {
         stderr.write_line(format!("lockstep: {}", error.message).as_bytes());
         CliError::new(error.code, "")
@@ -56,6 +57,6 @@ fn serve(flags: &ServeFlags, stderr: &StderrSink) -> Result<()> {
             Ok(facts) => facts,
             Err(error) => return Err(server.end(error)),
         };
-        serving::run(plan, server, facts, (&flags.server, stderr)).await
+        serving::run(plan, server, facts, &flags.server).await
     })
 }

@@ -6,8 +6,9 @@ use crate::checkpoint::{self, dummy_spec};
 use crate::error::{CliError, Result};
 use crate::flags::ServeFlags;
 use crate::flags::connections::Connections;
+use crate::logging::LogSettings;
 use crate::pull;
-use lockstep_api::ApiKeys;
+use lockstep_api::{ApiKeys, OtlpEndpoint};
 use lockstep_core::{ExitCode, ModelConfig, TokenId, shard};
 use lockstep_engine::{Batching, DeviceConfig, DummySpec};
 use lockstep_launch::Topology;
@@ -65,8 +66,10 @@ pub struct ServePlan {
     pub connections: Connections,
     /// `--flight-dir`.
     pub flight_dir: Option<PathBuf>,
-    /// Log level of the children.
-    pub log_level: &'static str,
+    /// `--otlp-endpoint`.
+    pub otlp: Option<OtlpEndpoint>,
+    /// What the children log, and how.
+    pub log: LogSettings,
     /// The HTTP port.
     pub port: Option<ReservedPort>,
 }
@@ -124,7 +127,8 @@ impl ServePlan {
             api_keys,
             connections,
             flight_dir: flags.logging.flight_dir.clone(),
-            log_level: flags.logging.log_level.name(),
+            otlp: flags.logging.otlp_endpoint.clone(),
+            log: flags.logging.settings(),
             port: Some(port),
             model,
             model_path,

@@ -5,7 +5,7 @@ use super::spawn::Server;
 use crate::error::{CliError, Result, code_of_signal};
 use indicatif::{ProgressBar, ProgressStyle};
 use lockstep_core::ExitCode;
-use lockstep_launch::{Event, ReadyTracker};
+use lockstep_launch::{Concern, Event, Limits, ReadyTracker, Stage, Watchdog};
 use lockstep_wire::{EngineInfo, Ready, ToApi};
 use std::collections::BTreeMap;
 use std::io::IsTerminal;
@@ -22,12 +22,17 @@ pub struct Facts {
 /// Returns when rank 0 (for all ranks), every tokenizer and the detokenizer are ready.
 ///
 /// Errors with the first cause when a process ends, and with 130/143 on a signal. There is no
-/// time-out: a slow disk is not an error, and a death is noticed at once.
+/// time-out: a slow disk is not an error, and a death is noticed at once. A process that a signal has
+/// stopped is named and, after `--collective-timeout`, ended.
 pub async fn wait(plan: &ServePlan, server: &mut Server) -> Result<Facts> {
     let started = Instant::now();
     let mut tracker = ReadyTracker::new(&plan.topology);
     let mut facts = Facts { engine: EngineInfo::default(), chat_error: None };
     let mut loading = Loading::new(plan.topology.tp_size);
+    let limits = (Stage::Loading, Limits::of(plan.collective_timeout));
+    let (_watchdog, mut concerns) =
+        Watchdog::start(server.page.clone(), server.group.loops.clone(), limits, server.stderr.clone())
+            .map_err(CliError::with(ExitCode::Internal))?;
     let mut reminder = tokio::time::interval_at((started + REMINDER).into(), REMINDER);
     while !tracker.is_ready() {
         let Some(inbox) = &mut server.group.inbox else {
@@ -43,6 +48,9 @@ pub async fn wait(plan: &ServePlan, server: &mut Server) -> Result<Facts> {
                     tracker.acknowledge(role);
                 }
                 other => tracing::debug!("before readiness: {other:?}"),
+            },
+            Some(concern) = concerns.recv() => if let Concern::Lost { process, why } = concern {
+                server.supervisor.give_up(&process, why).map_err(CliError::with(ExitCode::Internal))?;
             },
             _ = reminder.tick() => {
                 tracing::info!("still waiting for {:?} after {:.0} s", tracker.missing(), started.elapsed().as_secs_f64());

@@ -15,7 +15,7 @@ use lockstep_api::{
 use lockstep_comm::link::{AsyncReceiver, LinkError, Sender};
 use lockstep_comm::watch::{Activity, BEAT_INTERVAL, Mark};
 use lockstep_core::ExitCode;
-use lockstep_launch::{ChildStatus, Concern, Concerns, Event, Failure, Limits, Phase, StderrSink, Watchdog};
+use lockstep_launch::{ChildStatus, Concern, Concerns, Event, Failure, Limits, Phase, Stage, Watchdog};
 use lockstep_wire::ToApi;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -26,12 +26,7 @@ use tokio::task::{JoinError, JoinHandle};
 const EXIT_PATIENCE: Duration = Duration::from_secs(3);
 
 /// Listens and serves; returns how the launcher should end.
-pub async fn run(
-    mut plan: ServePlan,
-    mut server: Server,
-    facts: Facts,
-    (flags, stderr): (&ServerFlags, &StderrSink),
-) -> Result<()> {
+pub async fn run(mut plan: ServePlan, mut server: Server, facts: Facts, flags: &ServerFlags) -> Result<()> {
     let Some(port) = plan.port.take() else {
         return Err(server.end(CliError::new(ExitCode::Internal, "the reserved port is gone")));
     };
@@ -40,7 +35,7 @@ pub async fn run(
         Ok(listener) => listener,
         Err(error) => return Err(server.end(error)),
     };
-    let mut service = match start((&plan, flags, stderr), &mut server, facts, listener) {
+    let mut service = match start((&plan, flags), &mut server, facts, listener) {
         Ok(service) => service,
         Err(error) => return Err(server.end(error)),
     };
@@ -68,7 +63,6 @@ pub struct Service {
     processes: ProcessList,
     /// This loop's own place on the watch page.
     mark: Mark,
-    stderr: StderrSink,
     pub(super) policy: Policy,
     signal: Option<i32>,
     failure: Option<Failure>,
@@ -77,7 +71,7 @@ pub struct Service {
 }
 
 fn start(
-    (plan, flags, stderr): (&ServePlan, &ServerFlags, &StderrSink),
+    (plan, flags): (&ServePlan, &ServerFlags),
     server: &mut Server,
     facts: Facts,
     listener: tokio::net::TcpListener,
@@ -97,7 +91,6 @@ fn start(
         watchdog: None,
         concerns: None,
         mark,
-        stderr: stderr.clone(),
         policy: Policy::new(flags, Instant::now()),
         signal: None,
         failure: None,
@@ -137,12 +130,12 @@ impl Service {
         let link = self.link.clone();
         self.dispatcher =
             tokio::spawn(async move { dispatch::run_on(&mut *link.lock().await, sockets).await });
-        let limits = Limits::of(plan.collective_timeout);
+        let limits = (Stage::Serving, Limits::of(plan.collective_timeout));
         let loops = server.group.loops.clone();
-        let (watchdog, concerns) = Watchdog::start(server.page.clone(), loops, limits, self.stderr.clone())
+        let (watchdog, concerns) = Watchdog::start(server.page.clone(), loops, limits, server.stderr.clone())
             .map_err(CliError::with(ExitCode::Internal))?;
         (self.watchdog, self.concerns) = (Some(watchdog), Some(concerns));
-        self.processes.set(processes(server)?);
+        self.processes.set(processes(plan, server)?);
         server.supervisor.set_phase(Phase::Serving).map_err(CliError::with(ExitCode::Internal))?;
         self.client.resume();
         Ok(())
@@ -298,10 +291,17 @@ fn last_word(failure: &Failure) -> CliError {
 }
 
 /// The launcher and its children of now.
-fn processes(server: &Server) -> Result<Vec<ProcessInfo>> {
+fn processes(plan: &ServePlan, server: &Server) -> Result<Vec<ProcessInfo>> {
     let children = server.supervisor.processes().map_err(CliError::with(ExitCode::Internal))?;
-    let launcher = ProcessInfo { name: "lockstep".into(), pid: std::process::id() };
-    let children = children.into_iter().map(|(name, pid)| ProcessInfo { name, pid });
+    let planned = plan.topology.processes();
+    let launcher =
+        ProcessInfo { name: "lockstep".into(), pid: std::process::id(), role: "api".into(), rank: None };
+    let children = children.into_iter().map(|(name, pid)| {
+        let process = planned.iter().find(|process| process.name == name);
+        let role = process.map(|process| process.role.name()).unwrap_or_default().into();
+        let rank = process.and_then(|process| Some(process.parallel?.rank()));
+        ProcessInfo { name, pid, role, rank }
+    });
     Ok(std::iter::once(launcher).chain(children).collect())
 }
 
@@ -371,6 +371,7 @@ fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Fac
         strict_api: plan.strict_api,
         created,
         watch: Some(watched(server)),
+        otlp: plan.otlp.clone(),
         ..ApiConfig::new(&plan.served_model_name, facts.engine.context_max, plan.model.vocab_size)
     })
 }

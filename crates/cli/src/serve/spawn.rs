@@ -4,6 +4,7 @@ use super::plan::ServePlan;
 use crate::child::text::{Duties, TextConfig};
 use crate::child::{ChildConfig, Part};
 use crate::error::{CliError, Result};
+use crate::logging::Speaker;
 use lockstep_comm::link::{AsyncReceiver, Context, Endpoint, Receiver, random_prefix};
 use lockstep_comm::shm::{AbortHandle, SharedRegion, ShmLayout};
 use lockstep_comm::watch::WatchPage;
@@ -33,6 +34,8 @@ pub struct Server {
     pub events: Events,
     /// Where every loop stands, for the life of the server.
     pub page: WatchPage,
+    /// Where the log goes.
+    pub stderr: StderrSink,
     page_fd: Arc<OwnedFd>,
     /// The children of now.
     pub group: Group,
@@ -61,7 +64,7 @@ pub fn start(plan: &ServePlan, stderr: &StderrSink) -> Result<Server> {
     let page_fd = Arc::new(page_fd);
     let (supervisor, events) = Supervisor::start(stderr.clone()).map_err(internal)?;
     let group = Group::start(plan, &supervisor, &page_fd)?;
-    Ok(Server { supervisor, events, page, page_fd, group })
+    Ok(Server { supervisor, events, page, stderr: stderr.clone(), page_fd, group })
 }
 
 impl Group {
@@ -145,7 +148,8 @@ fn child_spec(
             (text_label(role), Part::Text(Box::new(text_config(plan, names, role))), vec![page.clone()])
         }
     };
-    let config = ChildConfig { label, log_level: plan.log_level.into(), mark, part };
+    let (role, rank) = (process.role.name().into(), process.parallel.map(|parallel| parallel.rank()));
+    let config = ChildConfig { speaker: Speaker { label, role, rank }, log: plan.log, mark, part };
     Ok(ChildSpec {
         role: process.role,
         name: process.name,

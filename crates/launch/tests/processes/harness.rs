@@ -36,7 +36,7 @@ pub struct Rig {
 impl Rig {
     pub fn new() -> Self {
         let (sender, lines) = channel();
-        let sink = StderrSink::to(Lines { sender, partial: Vec::new() }).unwrap();
+        let sink = StderrSink::to(Lines { sender, partial: Vec::new() }, None).unwrap();
         let (supervisor, events) = Supervisor::start(sink).unwrap();
         Self { supervisor, events, lines }
     }

@@ -16,6 +16,7 @@ pub const CASES: &[Case] = &[
     ("the_failure_is_the_last_line_and_sets_the_exit_code", the_failure_is_the_last_line),
     ("replacing_the_program_file_changes_nothing", replacing_the_program_file_changes_nothing),
     ("the_child_flag_is_not_for_people", the_child_flag_is_not_for_people),
+    ("a_launcher_whose_own_loop_is_stuck_says_so_and_ends", a_stuck_launcher_ends),
 ];
 
 /// Issue text: every descendant is gone within 5 s.
@@ -45,6 +46,16 @@ fn a_second_signal_ends_everything_at_once() {
         assert_eq!(status.code(), Some(code));
         assert!(stderr.trim_end().ends_with("): ended without drain"), "{stderr}");
     }
+}
+
+fn a_stuck_launcher_ends() {
+    let mut launcher = Launcher::this_binary("stuck");
+    assert_eq!(launcher.say(), "stuck");
+    let (status, stderr) = launcher.end();
+    assert_eq!(status.code(), Some(1), "{stderr}");
+    let last = stderr.lines().last().unwrap_or_default();
+    assert!(last.starts_with("lockstep: api did not answer for 1."), "{stderr}");
+    assert!(last.ends_with("; ended") && last.contains("sleeping"), "{last}");
 }
 
 fn hanging_up_twice_is_not_hurrying() {

@@ -1,9 +1,11 @@
 //! What children and launchers of the tests do.
 
 use crate::harness::spec;
-use lockstep_launch::{ChildEntry, Event, StderrSink, Supervisor};
+use lockstep_comm::watch::{Activity, WatchPage};
+use lockstep_launch::{ChildEntry, Event, Limits, Stage, StderrSink, Supervisor, Watchdog, WatchedLoop};
 use std::io::{BufRead, Read, Seek, Write};
 use std::sync::mpsc::channel;
+use std::time::Duration;
 
 /// Runs one child; `entry.config_json` says what it does, e.g. `exit 3 the last words`.
 pub fn child(entry: ChildEntry) -> ! {
@@ -113,12 +115,15 @@ fn describe(entry: &ChildEntry) {
 /// Runs one launcher; `mode` is a list of child modes, optionally after `wait `, which delays the
 /// start until a line arrives on stdin. Prints its children once they are up, then every event.
 pub fn launcher(mode: &str) -> ! {
+    if mode == "stuck" {
+        stuck_launcher();
+    }
     let (wait, children) = match mode.strip_prefix("wait ") {
         Some(rest) => (true, rest),
         None => (false, mode),
     };
     let (lines_in, lines) = channel();
-    let sink = StderrSink::to(ToBoth { lines: lines_in }).unwrap();
+    let sink = StderrSink::to(ToBoth { lines: lines_in }, None).unwrap();
     let (supervisor, mut events) = Supervisor::start(sink).unwrap();
     if wait {
         println!("waiting");
@@ -143,6 +148,26 @@ pub fn launcher(mode: &str) -> ! {
         }
     }
     unreachable!("the supervisor outlives its events");
+}
+
+/// A launcher whose own loop, the api's, stops beating: the watchdog, in a thread of its own, has to end it.
+fn stuck_launcher() -> ! {
+    let sink = StderrSink::to(std::io::stderr(), None).unwrap();
+    let (_, page) = WatchPage::create(1).unwrap();
+    let watched = WatchedLoop {
+        process: "lockstep".into(),
+        pid: std::process::id(),
+        label: "api".into(),
+        mark: 0,
+        rank: None,
+    };
+    page.mark(0).enter(Activity::Messages, 0);
+    let limits = Limits::of(Duration::from_secs(1));
+    let _running = Watchdog::start(page, vec![watched], (Stage::Serving, limits), sink).unwrap();
+    println!("stuck");
+    loop {
+        std::thread::park();
+    }
 }
 
 /// Shows lines and lets the launcher wait for them.
