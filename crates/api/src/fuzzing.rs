@@ -1,12 +1,12 @@
-//! The way from a body's bytes to a validated call, for whatever feeds it nonsense: the fuzz target in `fuzz/` and
-//! the random test below. Pure, and the very functions that the server calls.
+//! The way from a body's bytes to a validated call, for whatever feeds it nonsense: the crate `fuzz` and the random
+//! test below. Pure, and the very functions that the server calls.
 
 use crate::ApiConfig;
 use crate::body::parse_object;
 use crate::dialect::{Chat, Completions, Dialect, Messages, Reading, Responses, SglangGenerate, ollama};
 use crate::parsers::{Opening, ParserChoice, ReasoningFormat, ToolFormat};
 use crate::request::{Call, policy::FieldPolicy};
-use lockstep_core::Refusal;
+use lockstep_core::{Grammar, Refusal};
 
 /// A server whose model calls tools and reasons, so that every field is looked into.
 fn config() -> ApiConfig {
@@ -38,6 +38,15 @@ pub fn read_everywhere(body: &[u8]) -> usize {
         read::<ollama::Generate>(body, &reading),
     ];
     results.iter().filter(|result| is_taken(result)).count()
+}
+
+/// The forms that a completions request asks for; none when it is refused.
+pub fn grammars_of(body: &[u8]) -> Vec<Grammar> {
+    let config = config();
+    let policy = FieldPolicy::default();
+    let call = read::<Completions>(body, &Reading { config: &config, policy: &policy });
+    let requests = call.map(|call| call.requests).unwrap_or_default();
+    requests.into_iter().filter_map(|request| request.sampling.grammar).collect()
 }
 
 fn is_taken(result: &Result<Call, Refusal>) -> bool {

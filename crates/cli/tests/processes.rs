@@ -218,10 +218,14 @@ fn b5_servers_side_by_side() {
     let (chain, random) = (Fixture::named("chain"), Fixture::named("rand_llama"));
     let models = [chain.write_into(temp.path()), random.write_into(temp.path())];
     for _ in 0..rounds(2) {
-        let mut servers: Vec<Server> = models.iter().map(|model| command(model, 2).spawn()).collect();
+        // Two of each, all at the same moment.
+        let models = models.iter().cycle().take(4);
+        let mut servers: Vec<Server> = models.map(|model| command(model, 2).spawn()).collect();
         servers.iter_mut().for_each(Server::wait_ready);
-        assert_eq!(servers[0].complete("A", json!({})).text, " alpha beta gamma delta");
-        common::assert_greedy(&servers[1], &random, 2);
+        for pair in servers.chunks(2) {
+            assert_eq!(pair[0].complete("A", json!({})).text, " alpha beta gamma delta");
+            common::assert_greedy(&pair[1], &random, 2);
+        }
         servers.into_iter().for_each(|server| drop(server.stop()));
     }
 }

@@ -10,6 +10,7 @@ use lockstep_core::{Refusal, TokenId};
 use lockstep_wire::{ChatMessages, Prompt, TextParams, TokenText, TokenizeParams, Vocabulary};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
@@ -50,6 +51,16 @@ struct Parts {
     tokens_listed: usize,
 }
 
+/// Refuses files that the library loads and then panics on whatever the text, which requests would find out one by one.
+fn try_out(tokenizer: &Tokenizer, path: &Path) -> Result<(), TokenizerError> {
+    let round_trip = |text| tokenizer.encode_fast(text, true).map(|it| tokenizer.decode(it.get_ids(), false));
+    let tried = catch_unwind(AssertUnwindSafe(|| ["", "a b"].map(round_trip)));
+    // A vocabulary may have no token for these texts: that is no panic.
+    tried
+        .map(drop)
+        .map_err(|_| TokenizerError::malformed(path, "the tokenizers library gives up on any text with it"))
+}
+
 impl TextModel {
     /// Loads a folder in Hugging Face layout, a `.gguf` file, or a folder with one `.gguf` file and no
     /// `tokenizer.json`.
@@ -70,6 +81,7 @@ impl TextModel {
         // Truncation and padding of a training setup would silently change prompts.
         parts.tokenizer.with_padding(None);
         parts.tokenizer.with_truncation(None).map_err(|e| TokenizerError::malformed(path, e))?;
+        try_out(&parts.tokenizer, path)?;
         let pieces = Pieces::build(&parts.tokenizer, path)?;
         let bos = parts.special_tokens.get("bos_token").and_then(|text| parts.tokenizer.token_to_id(text));
         Ok(Self {
@@ -110,10 +122,11 @@ impl TextModel {
     /// `add_special` adds what the tokenizer's post-processor adds (mostly the beginning-of-text token).
     /// Errors are the library's own failures, as a 500.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<TokenId>, Refusal> {
-        let encoding = self
-            .tokenizer
-            .encode_fast(text, add_special)
-            .map_err(|e| Refusal::internal(format!("the tokenizer failed on this text: {e}")))?;
+        let failed = |why: String| Refusal::internal(format!("the tokenizer failed on this text: {why}"));
+        // The library panics on some files that it has loaded; what it works on is left as it was.
+        let encoding = catch_unwind(AssertUnwindSafe(|| self.tokenizer.encode_fast(text, add_special)))
+            .map_err(|_| failed("the tokenizers library gave up on it".into()))?
+            .map_err(|e| failed(e.to_string()))?;
         Ok(encoding.get_ids().to_vec())
     }
 

@@ -255,7 +255,7 @@ impl WatchPage {
         // event that is being written now too.
         std::sync::atomic::fence(Ordering::Acquire);
         let end_now = self.events_end(mark, track);
-        let valid = (end_now + 1).saturating_sub(RING_EVENTS as u64);
+        let valid = end_now.saturating_add(1).saturating_sub(RING_EVENTS as u64);
         let torn = valid.saturating_sub(first).min(end - first);
         into.drain(begun..begun + torn as usize);
         (end, first + torn - from.min(end))

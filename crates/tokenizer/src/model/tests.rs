@@ -194,6 +194,20 @@ fn damaged_files_are_named() {
     assert!(TextModel::load(&good.path().join("fake.gguf"), &TextOptions::default()).is_err());
 }
 
+/// Found by the fuzzer: the library loads a template that names a token it does not list, and panics on every text.
+#[test]
+fn a_tokenizer_that_takes_no_text_is_refused_at_load() {
+    let folder = byte_folder(true, json!({}));
+    let mut file: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(folder.path().join("tokenizer.json")).unwrap()).unwrap();
+    file["post_processor"] = json!({"type": "TemplateProcessing", "special_tokens": {},
+        "single": [{"SpecialToken": {"id": "<|bos|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}]});
+    folder.write("tokenizer.json", file.to_string());
+    let error = TextModel::load(folder.path(), &TextOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("gives up on any text"), "{error}");
+}
+
 #[test]
 fn a_decoder_that_cannot_stream_is_refused_by_name() {
     let folder = byte_folder(false, json!({}));
