@@ -59,12 +59,8 @@ pub(crate) async fn generate<D: Dialect>(
         Ok(Begun::Submitted(pending, stream)) => answer::answer(*pending, stream).await,
         Ok(Begun::WithoutText(value)) => json(&value),
         Err(refusal) => {
-            tracing::debug!(
-                x_request_id = asker.x_request_id,
-                refusal.status,
-                refusal.message,
-                "request refused"
-            );
+            let x_request_id = asker.x_request_id.as_deref();
+            tracing::debug!(x_request_id, refusal.status, refusal.message, "request refused");
             refuse(&refusal)
         }
     }
@@ -75,8 +71,8 @@ struct Asker {
     connection: Connection,
     /// How a failure is written.
     errors: ErrorForm,
-    /// Its own name of the call; may be empty.
-    x_request_id: String,
+    /// Its own name of the call.
+    x_request_id: Option<String>,
     /// The trace that the call belongs to, if it is traced.
     traced: Option<Traced>,
 }
@@ -116,7 +112,7 @@ fn submit<D: Dialect>(app: &App, asker: &Asker, mut call: Call, echo: D::Echo) -
     generation.go_by(form.id(), None);
     call.names.iter().for_each(|(name, choice)| generation.go_by(name, *choice));
     for request in generation.ids() {
-        let (answer, x_request_id) = (form.id(), &*asker.x_request_id);
+        let (answer, x_request_id) = (form.id(), asker.x_request_id.as_deref());
         tracing::debug!(%request, answer, x_request_id, stream = call.stream, "request submitted");
     }
     let Call { n: per_prompt, parsing, prompt_only, stream, .. } = call;

@@ -57,8 +57,8 @@ pub(crate) struct Traced {
     context: TraceContext,
     /// The path of its endpoint.
     path: String,
-    /// The client's own name of it; may be empty.
-    x_request_id: String,
+    /// The client's own name of it.
+    x_request_id: Option<String>,
     started: SystemTime,
 }
 
@@ -124,5 +124,36 @@ impl Traced {
         if shared.queue.try_send(Record { traced: self, course }).is_err() {
             shared.outcomes.dropped.fetch_add(1, Ordering::Relaxed);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_full_queue_and_a_dead_collector_are_counted_and_nobody_waits() {
+        // Nothing listens at port 1 of a test's machine.
+        let endpoint = "http://127.0.0.1:1".parse().unwrap();
+        let about = About { model: "m".into(), version: "0".into() };
+        let (tracer, exporter) = Tracer::start(endpoint, about);
+        let traced = tracer.begin("/v1/completions", &HeaderMap::new()).unwrap();
+        // Without an await the exporter cannot run: this would wait for ever if it waited at all.
+        for id in 0..QUEUE_LEN_MAX as u64 + 10 {
+            traced.clone().ended(Course {
+                request: RequestId(id),
+                end: End::Stop,
+                usage: Usage::default(),
+                total: Duration::from_millis(2),
+                first_token: Some(Duration::from_millis(1)),
+                prefill: None,
+            });
+        }
+        assert_eq!(tracer.outcomes(), [("exported", 0), ("dropped", 10), ("failed", 0)]);
+        exporter.finish().await;
+        let failed = tracer.outcomes()[2].1;
+        assert!(failed > 0, "a refused connection is a failure");
+        assert_eq!(Tracer::default().outcomes().map(|(_, count)| count), [0; 3]);
+        assert!(Tracer::default().begin("/", &HeaderMap::new()).is_none());
     }
 }

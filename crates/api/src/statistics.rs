@@ -161,6 +161,7 @@ impl Life {
 #[derive(Clone, Debug)]
 pub(crate) struct Statistics {
     submitted: u64,
+    restarts: u64,
     ended: [u64; End::ALL.len()],
     measured: [Histogram; Measure::ALL.len()],
 }
@@ -168,7 +169,7 @@ pub(crate) struct Statistics {
 impl Default for Statistics {
     fn default() -> Self {
         let measured = Measure::ALL.map(|measure| Histogram::new(measure.bounds()));
-        Self { submitted: 0, ended: [0; End::ALL.len()], measured }
+        Self { submitted: 0, restarts: 0, ended: [0; End::ALL.len()], measured }
     }
 }
 
@@ -176,6 +177,11 @@ impl Statistics {
     /// One more request.
     pub(crate) fn submitted(&mut self) {
         self.submitted += 1;
+    }
+
+    /// The engine has failed, and another one is being started.
+    pub(crate) fn restarted(&mut self) {
+        self.restarts += 1;
     }
 
     /// A delta of an open request has come.
@@ -227,6 +233,11 @@ impl Statistics {
     /// Requests handed to the engine.
     pub(crate) fn requests(&self) -> u64 {
         self.submitted
+    }
+
+    /// Engines that failed and were followed by another.
+    pub(crate) fn restarts(&self) -> u64 {
+        self.restarts
     }
 
     /// Requests by how they ended.

@@ -195,6 +195,7 @@ impl EngineClient {
     pub fn interrupt(&self, cause: &str) {
         let refusal = Refusal::unavailable(format!("the engine is restarted: {cause}; try again later"));
         self.registry.close(refusal.with_code("engine_restarting"));
+        self.registry.restarted();
         self.set_suspicion(None);
     }
 

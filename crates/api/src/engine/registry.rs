@@ -228,6 +228,10 @@ impl Registry {
         self.table().requests.len()
     }
 
+    pub(super) fn restarted(&self) {
+        self.table().statistics.restarted();
+    }
+
     pub(super) fn statistics(&self) -> Statistics {
         self.table().statistics.clone()
     }

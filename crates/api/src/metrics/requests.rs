@@ -25,6 +25,8 @@ pub(super) fn encode(
         http_errors.counts().into_iter().map(|(status, n)| (status.to_string(), n)).collect();
     let statuses: Vec<_> = statuses.iter().map(|(status, n)| (status.as_str(), *n)).collect();
     counters(encoder, "http_errors", "HTTP answers with a status of 400 or more.", "status", &statuses)?;
+    let help = "Times that the engine failed and its processes were started again.";
+    counter(encoder, "engine_restarts", help, statistics.restarts())?;
     Measure::ALL.into_iter().try_for_each(|measure| {
         let (name, help) = described(measure);
         let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Histogram)?;

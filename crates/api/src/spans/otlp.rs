@@ -71,9 +71,8 @@ fn request_span(about: &About, traced: &Traced, course: &Course, own: u64) -> Va
         let reasons = json!({ "arrayValue": { "values": [{ "stringValue": reason }] } });
         attributes.push(json!({ "key": "gen_ai.response.finish_reasons", "value": reasons }));
     }
-    if !traced.x_request_id.is_empty() {
-        attributes.push(text("http.request.header.x-request-id", &traced.x_request_id));
-    }
+    let names = traced.x_request_id.iter();
+    attributes.extend(names.map(|name| text("http.request.header.x-request-id", name)));
     let mut span = json!({
         "traceId": trace_id(traced), "spanId": span_id(own),
         "name": format!("POST {}", traced.path), "kind": KIND_SERVER,

@@ -3,6 +3,7 @@
 use super::plan::ServePlan;
 use super::spawn::Server;
 use crate::error::{CliError, Result, code_of_signal};
+use crate::flags::logging::LogFormat;
 use indicatif::{ProgressBar, ProgressStyle};
 use lockstep_core::ExitCode;
 use lockstep_launch::{Concern, Event, Limits, ReadyTracker, Stage, Watchdog};
@@ -28,7 +29,7 @@ pub async fn wait(plan: &ServePlan, server: &mut Server) -> Result<Facts> {
     let started = Instant::now();
     let mut tracker = ReadyTracker::new(&plan.topology);
     let mut facts = Facts { engine: EngineInfo::default(), chat_error: None };
-    let mut loading = Loading::new(plan.topology.tp_size);
+    let mut loading = Loading::new(plan);
     let limits = (Stage::Loading, Limits::of(plan.collective_timeout));
     let (_watchdog, mut concerns) =
         Watchdog::start(server.page.clone(), server.group.loops.clone(), limits, server.stderr.clone())
@@ -102,14 +103,15 @@ struct Loading {
 }
 
 impl Loading {
-    fn new(ranks: usize) -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
+    fn new(plan: &ServePlan) -> Self {
+        let is_for_people = plan.log.format == LogFormat::Text && std::io::stderr().is_terminal();
+        let bar = is_for_people.then(|| {
             let style =
                 ProgressStyle::with_template("loading weights [{bar:40}] {pos}/{len} parts {elapsed}")
                     .unwrap_or_else(|_| ProgressStyle::default_bar());
             ProgressBar::new(1).with_style(style)
         });
-        Self { bar, ranks, done: BTreeMap::new() }
+        Self { bar, ranks: plan.topology.tp_size, done: BTreeMap::new() }
     }
 
     fn update(&mut self, rank: usize, done: usize, total: usize) {
