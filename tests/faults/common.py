@@ -125,10 +125,13 @@ class Server:
             self.lines.append((time.monotonic(), line.rstrip("\n")))
 
     def pid_of(self, role):
-        if role == "lockstep":
-            return self.process.pid
-        pids = [pid for pid, name in marked(self.mark).items() if name == role]
+        pids = [pid for pid, name in self.processes().items() if name == role]
         return pids[0] if pids else None
+
+    def processes(self):
+        """Living processes: pid to name. The launcher is `lockstep`, whatever its file is called."""
+        found = marked(self.mark)
+        return {pid: "lockstep" if pid == self.process.pid else name for pid, name in found.items()}
 
     def listens(self):
         with socket.socket() as s:
@@ -137,7 +140,7 @@ class Server:
     def memory_mib(self):
         """Resident MiB by process."""
         found = {}
-        for pid, name in marked(self.mark).items():
+        for pid, name in self.processes().items():
             with contextlib.suppress(OSError, StopIteration):
                 with open(f"/proc/{pid}/status") as f:
                     found[name] = next(int(line.split()[1]) for line in f if line.startswith("VmRSS")) / 1024
@@ -146,7 +149,7 @@ class Server:
     def descriptors(self):
         """Open files by process."""
         found = {}
-        for pid, name in marked(self.mark).items():
+        for pid, name in self.processes().items():
             with contextlib.suppress(OSError):
                 found[name] = len(os.listdir(f"/proc/{pid}/fd"))
         return found

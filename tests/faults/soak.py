@@ -30,6 +30,10 @@ GROWTH_MIB_MAX = 4
 # An answer that takes longer counts as lost.
 PATIENCE_S = 120
 FILL_TOKENS = 8000
+# Two segments, one of them for what is lost when the older one goes.
+RECORDER_BYTES = 24 << 20
+# A shorter run does not fill enough of it to count as growth.
+RECORDER_FROM_S = 120
 
 
 class Wrong(Exception):
@@ -236,9 +240,13 @@ def grown(samples):
 
 async def soak(server, args):
     counts, wrong, samples = collections.Counter(), [], collections.defaultdict(list)
-    # One of everything first, and every page of the pool written once: what is made once is made.
-    for number in range(PAGES * 16 // FILL_TOKENS + 1):
-        answer = await ask(server.port, {"prompt": f"{number:04}" + "f" * FILL_TOKENS, "max_tokens": 1})
+    # One of everything first, every page of the pool written once, and the flight recorder full (16 MiB on each rank, 4
+    # bytes a token): what is made once is made.
+    prompts = [f"{number:04}" for number in range(PAGES * 16 // FILL_TOKENS + 1)]
+    if args.seconds >= RECORDER_FROM_S:
+        prompts += ["0000"] * (RECORDER_BYTES // (4 * FILL_TOKENS))
+    for prompt in prompts:
+        answer = await ask(server.port, {"prompt": prompt + "f" * FILL_TOKENS, "max_tokens": 1})
         expect_status(answer, 200)
         answer.leave()
     for action, _ in ACTIONS:
