@@ -6,6 +6,7 @@ use crate::spans::OtlpEndpoint;
 use crate::transport::Tls;
 use axum::http::HeaderValue;
 use lockstep_comm::watch::WatchPage;
+use lockstep_core::Topology;
 use lockstep_core::limits::HTTP_BODY_BYTES_MAX;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -32,7 +33,9 @@ pub struct ApiConfig {
     pub model_digest: Option<String>,
     /// Token ids at or above it are refused in prompts and `stop_token_ids`.
     pub vocab_size: usize,
-    /// Requests the engine runs at once; further ones wait. Shown by `/server_info`.
+    /// Its ranks; shown by `/server_info`.
+    pub topology: Topology,
+    /// Requests a replica runs at once; further ones wait. Shown by `/server_info`.
     pub running_max: usize,
     /// The model's own sampling, used where the request says nothing.
     pub default_sampling: SamplingDefaults,
@@ -75,6 +78,15 @@ pub struct Watched {
     pub loops: Vec<(String, usize)>,
     /// Marks of the ranks, in order.
     pub ranks: Vec<usize>,
+    /// Replicas, each of which has as many ranks.
+    pub replicas: usize,
+}
+
+impl Watched {
+    /// Marks of the ranks of each replica.
+    pub(crate) fn by_replica(&self) -> impl Iterator<Item = &[usize]> {
+        self.ranks.chunks((self.ranks.len() / self.replicas.max(1)).max(1))
+    }
 }
 
 impl ApiConfig {
@@ -88,6 +100,7 @@ impl ApiConfig {
             model_digest: None,
             context_max,
             vocab_size,
+            topology: Topology::tensor_parallel(1),
             running_max: 64,
             default_sampling: SamplingDefaults::default(),
             chat_error: None,

@@ -6,11 +6,12 @@ use crate::body::{Bodies, read_object};
 use crate::config::unix_seconds;
 use crate::connection::Connection;
 use crate::dialect::{Dialect, Reading, anthropic_models};
-use crate::engine::{Caller, EngineClient};
+use crate::engine::{Caller, EngineClient, together};
 use crate::errors::ErrorForm;
 use crate::metrics::{self, HttpErrors, Scrape};
 use crate::openapi::document::document;
 use crate::parsers::{ReasoningFormat, ToolFormat};
+use crate::replicas;
 use crate::request::{self, Call, policy::FieldPolicy};
 use crate::request_id;
 use crate::respond::{Answer, json, json_or_refusal, refuse};
@@ -180,15 +181,17 @@ pub(crate) async fn openapi(State(app): State<Arc<App>>) -> Answer {
 
 /// `GET /server_info`: the state of the engine as rank 0 sees it now, and of the api.
 pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Answer {
-    let engine = match app.engine.info().await {
-        Ok(engine) => engine,
+    let infos = match app.engine.infos().await {
+        Ok(infos) => infos,
         Err(refusal) => return refuse(&refusal),
     };
     let config = &app.config;
     json(&json!({
         "version": config.version,
         "model": config.served_model_name,
-        "engine": engine,
+        "topology": config.topology,
+        "engine": together(&infos),
+        "replicas": replicas::described(&app, &infos),
         "api": {
             "requests_open": app.engine.requests_open(),
             "requests_open_max": app.engine.requests_open_max(),
@@ -199,6 +202,7 @@ pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Answer {
             "chat_error": config.chat_error,
             "tool_call_parser": config.parsers.tools.map(ToolFormat::name),
             "reasoning_parser": config.parsers.reasoning.map(ReasoningFormat::name),
+            "dp_policy": app.engine.policy().name(),
             "refusing": app.engine.refusing().map(|refusal| refusal.message),
         },
         "processes": config.processes.get(),
@@ -207,9 +211,11 @@ pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Answer {
 
 /// `GET /metrics`: gauges and counters in the Prometheus text format.
 pub(crate) async fn metrics(State(app): State<Arc<App>>) -> Answer {
-    match app.engine.info().await {
-        Ok(engine) => metrics::answer(Scrape {
-            engine,
+    match app.engine.infos().await {
+        Ok(infos) => metrics::answer(Scrape {
+            engine: together(&infos),
+            infos,
+            replicas: app.engine.replica_status(),
             requests_open: app.engine.requests_open(),
             statistics: app.engine.statistics(),
             http_errors: app.http_errors.clone(),

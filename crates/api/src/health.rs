@@ -7,11 +7,14 @@
 //! | `/health/ready` | the ranks, if no token went round them lately | the same, or no token comes |
 //! | `/health_generate` | the ranks, always | the same, or no token comes |
 //!
+//! With several replicas (`--dp`) all is well while one of them serves; `/health/ready` tells of each.
+//!
 //! **Invariant:** none of them says that all is well while another of them, asked at the same moment, knows
 //! better: they look at the same three things, in the same order.
 
-use crate::engine::{Caller, Event, NewRequest};
+use crate::engine::{Caller, Event, NewRequest, ReplicaState};
 use crate::handlers::App;
+use crate::replicas;
 use crate::respond::{Answer, json, refuse};
 use axum::extract::State;
 use lockstep_core::{Refusal, SamplingParams};
@@ -64,7 +67,8 @@ pub(crate) async fn ready(State(app): State<Arc<App>>) -> Answer {
         // Without processes to watch (in tests) the probe itself is the proof.
         None => {
             let age = token_age(&app).unwrap_or_default().as_secs_f64();
-            json(&json!({ "status": "ready", "token_age_seconds": age }))
+            let replicas = replicas::states(&app);
+            json(&json!({ "status": "ready", "token_age_seconds": age, "replicas": replicas }))
         }
         Some(refusal) => refuse(&refusal),
     }
@@ -88,10 +92,13 @@ fn trouble(app: &App) -> Option<Refusal> {
     app.engine.refusing().or_else(|| app.engine.suspicion().map(not_answering))
 }
 
-/// How long ago a token had gone round every rank.
+/// How long ago a token had gone round every rank of a replica that serves: of the one that had the latest.
 fn token_age(app: &App) -> Option<Duration> {
     let watched = app.config.watch.as_ref()?;
-    watched.page.token_age(watched.ranks.iter().copied())
+    let status = app.engine.replica_status();
+    let serving =
+        watched.by_replica().zip(status).filter(|(_, status)| status.state == ReplicaState::Serving);
+    serving.filter_map(|(marks, _)| watched.page.token_age(marks.iter().copied())).min()
 }
 
 /// Has all ranks generate a token within `patience`. Errors with a 503 that says why there was none.

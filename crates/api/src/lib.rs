@@ -36,6 +36,7 @@ mod operations;
 pub mod parsers;
 #[cfg(test)]
 mod random;
+mod replicas;
 mod request;
 mod request_id;
 mod respond;

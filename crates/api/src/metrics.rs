@@ -9,6 +9,7 @@
 //! `docs/operations.md` lists every family and no other (a test on a real server compares them).
 
 use crate::config::{ProcessInfo, Watched};
+use crate::engine::ReplicaStatus;
 use crate::respond::{Answer, refuse};
 use crate::statistics::Statistics;
 use axum::body::Body;
@@ -27,6 +28,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 mod ranks;
+mod replicas;
 mod requests;
 
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -68,7 +70,10 @@ pub(crate) async fn count_errors(State(errors): State<HttpErrors>, request: Requ
 /// One scrape's numbers.
 #[derive(Debug)]
 pub(crate) struct Scrape {
+    /// All replicas together.
     pub(crate) engine: EngineInfo,
+    pub(crate) infos: Vec<(usize, EngineInfo)>,
+    pub(crate) replicas: Vec<ReplicaStatus>,
     pub(crate) requests_open: usize,
     pub(crate) statistics: Statistics,
     pub(crate) http_errors: HttpErrors,
@@ -105,6 +110,7 @@ impl Collector for Scrape {
         self.encode_use(&mut encoder)?;
         self.encode_totals(&mut encoder)?;
         self.encode_processes(&mut encoder)?;
+        replicas::encode(&mut encoder, &self.replicas, &self.infos)?;
         requests::encode(&mut encoder, &self.statistics, &self.http_errors)?;
         let help = "Requests whose spans a collector of traces took (exported) or did not (failed), and those for which \
                     the queue to it had no room (dropped).";

@@ -5,7 +5,7 @@ use crate::dialect::{Chat, Completions, Dialect, Messages, Responses, SglangGene
 use crate::handlers::{self, App};
 use crate::openapi::operations::{Answers, Operation};
 use crate::openapi::{anthropic, native, ollama as ollama_fields};
-use crate::{health, operations, text, trace};
+use crate::{health, operations, replicas, text, trace};
 use axum::Router;
 use axum::routing::{MethodRouter, get, post};
 use std::sync::Arc;
@@ -191,6 +191,16 @@ pub(crate) const ROUTES: &[Route] = &[
         Operation::post(native::ABORT, "Aborted", ABORT_REQUEST),
     ),
     route(
+        "/drain_replica",
+        || post(replicas::drain),
+        Operation::post(native::REPLICA, "ReplicaState", DRAIN_REPLICA),
+    ),
+    route(
+        "/resume_replica",
+        || post(replicas::resume),
+        Operation::post(native::REPLICA, "ReplicaState", "undoes `/drain_replica`"),
+    ),
+    route(
         "/debug/flight",
         || post(handlers::write_flight),
         Operation {
@@ -243,6 +253,8 @@ const DEBUG_TRACE: &str = "what every rank, tokenizer and detokenizer does for t
     arrival and departure of each rank at each collective, as a trace for Perfetto or `chrome://tracing`";
 const HEALTH_READY: &str = "200 `{\"status\":\"ready\",\"token_age_seconds\":s}` if a token went round every rank within \
     the last 10 s, or one does within 2 s now; else 503 as `/health`, or with what did not come";
+const DRAIN_REPLICA: &str = "sends no further request to one replica (`docs/parallelism.md`); those that it has go on. \
+    `state` is `draining`, then `drained` once none is open";
 const ABORT_REQUEST: &str =
     "ends an answer by the `id` that its client saw, or all; see \"Running the server\"";
 const FLUSH_CACHE: Operation = Operation {

@@ -63,7 +63,7 @@ async fn server_info_asks_rank_0() {
     server.ask(post(COMPLETIONS, r#"{"foo":1,"prompt":5}"#)).await.error(400);
     let mut client = server.connect().await;
     client.send(get("/server_info")).await;
-    let lockstep_api::Outbound::Scheduler(ToScheduler::Info { query }) = server.engine.next().await else {
+    let lockstep_api::Outbound::Scheduler(0, ToScheduler::Info { query }) = server.engine.next().await else {
         panic!("expected a query")
     };
     let ranks = vec![RankInfo { pid: 8, label: "TP0".into(), ..RankInfo::default() }];
@@ -86,7 +86,7 @@ async fn metrics_are_rank_0s_counters() {
     let mut server = Server::start().await;
     let mut client = server.connect().await;
     client.send(get("/metrics")).await;
-    let lockstep_api::Outbound::Scheduler(ToScheduler::Info { query }) = server.engine.next().await else {
+    let lockstep_api::Outbound::Scheduler(0, ToScheduler::Info { query }) = server.engine.next().await else {
         panic!("expected a query")
     };
     let info = EngineInfo {
@@ -127,7 +127,7 @@ async fn the_flight_recorder_is_written_on_request() {
     {
         let mut client = server.connect().await;
         client.send(post("/debug/flight", "")).await;
-        let lockstep_api::Outbound::Scheduler(ToScheduler::WriteFlight { query }) =
+        let lockstep_api::Outbound::Scheduler(0, ToScheduler::WriteFlight { query }) =
             server.engine.next().await
         else {
             panic!("expected a query")

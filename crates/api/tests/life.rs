@@ -214,7 +214,7 @@ async fn after_the_grace_open_requests_end_with_an_error() {
     assert_eq!(whole.reply().await.error(503)["code"], "shutting_down");
     let mut aborted = [server.engine.next().await, server.engine.next().await];
     aborted.sort_by_key(|message| format!("{message:?}"));
-    let abort = |id| Outbound::Tokenizer(0, ToTokenizer::Abort(id));
+    let abort = |id| Outbound::Tokenizer(0, ToTokenizer::Abort { id, replica: 0 });
     assert_eq!(aborted, [abort(stream_id), abort(whole_id)]);
     assert_eq!(server.ended().await, Ended::Cut { requests: 2 });
 }
@@ -275,8 +275,8 @@ impl EngineSockets for FakeSockets {
         Ok(true)
     }
 
-    fn try_send_scheduler(&mut self, message: &ToScheduler) -> Result<bool, ApiError> {
-        self.sent.send(Outbound::Scheduler(message.clone())).unwrap();
+    fn try_send_scheduler(&mut self, replica: usize, message: &ToScheduler) -> Result<bool, ApiError> {
+        self.sent.send(Outbound::Scheduler(replica, message.clone())).unwrap();
         Ok(true)
     }
 
@@ -296,7 +296,7 @@ async fn the_dispatcher_keeps_order_on_full_sockets_and_reports_failures() {
     let expected = [
         Outbound::Tokenizer(0, ToTokenizer::Shutdown),
         Outbound::Tokenizer(1, ToTokenizer::Shutdown),
-        Outbound::Scheduler(ToScheduler::Shutdown),
+        Outbound::Scheduler(0, ToScheduler::Shutdown),
     ];
     for message in expected {
         assert_eq!(within("a sent message", sent.recv()).await, Some(message));

@@ -6,7 +6,7 @@
 mod common;
 
 use common::{Client, config, get, post, within};
-use lockstep_api::dispatch::{self, LinkSockets};
+use lockstep_api::dispatch::{self, LinkSockets, SchedulerSenders};
 use lockstep_api::{Ended, EngineClient, ServerControl, serve};
 use lockstep_comm::{AsyncReceiver, Context, Endpoint, Receiver, Sender};
 use lockstep_core::FinishReason;
@@ -30,7 +30,8 @@ fn engine(tokenizer: Receiver<ToTokenizer>, scheduler: Receiver<ToScheduler>, ap
                 api.send(&ToApi::TextAnswered { query, result }, DEADLINE).unwrap();
                 continue;
             }
-            ToTokenizer::Abort(id) => panic!("unexpected abort of {id}"),
+            ToTokenizer::ReplicaStarted { replica, .. } => panic!("replica {replica} was not started again"),
+            ToTokenizer::Abort { id, .. } => panic!("unexpected abort of {id}"),
         }
         let Some(ToScheduler::Info { query }) = scheduler.recv(Some(DEADLINE)).unwrap() else {
             panic!("no query")
@@ -53,7 +54,7 @@ async fn requests_queries_and_shutdown_over_real_links() {
     let engine = std::thread::spawn(move || engine(tokenizer, scheduler, to_api));
     let sockets = LinkSockets {
         tokenizers: vec![Sender::connect(&context, &endpoint("tokenizer-0"), 100).unwrap()],
-        scheduler: Sender::connect(&context, &endpoint("rank-0"), 100).unwrap(),
+        schedulers: SchedulerSenders::new(vec![Sender::connect(&context, &endpoint("rank-0"), 100).unwrap()]),
         inbox,
     };
     let (client, link) = EngineClient::new(1, 10);

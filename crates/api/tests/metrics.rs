@@ -17,7 +17,7 @@ const BODY: &str = r#"{"prompt":"a","stream":true}"#;
 async fn scrape(server: &mut Server) -> String {
     let mut client = server.connect().await;
     client.send(get("/metrics")).await;
-    let Outbound::Scheduler(ToScheduler::Info { query }) = server.engine.next().await else {
+    let Outbound::Scheduler(0, ToScheduler::Info { query }) = server.engine.next().await else {
         panic!("expected a query")
     };
     let info = EngineInfo { query, ..EngineInfo::default() };

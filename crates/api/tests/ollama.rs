@@ -276,7 +276,7 @@ async fn models_as_ollama_lists_them() {
     let mut client = server.connect().await;
     for path in ["/api/tags", "/api/ps"] {
         client.send(get(path)).await;
-        let Outbound::Scheduler(ToScheduler::Info { query }) = server.engine.next().await else {
+        let Outbound::Scheduler(0, ToScheduler::Info { query }) = server.engine.next().await else {
             panic!("expected a query")
         };
         let ranks = vec![

@@ -19,11 +19,11 @@ async fn a_flush_says_what_it_freed() {
     let mut client = server.connect().await;
     for request in [get("/flush_cache"), post("/flush_cache", "")] {
         client.send(request).await;
-        let Outbound::Scheduler(ToScheduler::FlushCache { query }) = server.engine.next().await else {
+        let Outbound::Scheduler(0, ToScheduler::FlushCache { query }) = server.engine.next().await else {
             panic!("expected a flush")
         };
         server.engine.inbound.deliver(ToApi::CacheFlushed { query, pages: 5 });
-        let Outbound::Scheduler(ToScheduler::Info { query }) = server.engine.next().await else {
+        let Outbound::Scheduler(0, ToScheduler::Info { query }) = server.engine.next().await else {
             panic!("expected a query")
         };
         let info = EngineInfo { query, pages_free: 9, pages_held: 2, ..EngineInfo::default() };

@@ -102,7 +102,7 @@ async fn streams_are_cumulative() {
     assert_eq!(events[2]["meta_info"]["finish_reason"], json!({"type": "stop", "matched": "b"}));
     assert_eq!(
         server.engine.next().await,
-        lockstep_api::Outbound::Tokenizer(0, lockstep_wire::ToTokenizer::Abort(id))
+        lockstep_api::Outbound::Tokenizer(0, lockstep_wire::ToTokenizer::Abort { id, replica: 0 })
     );
 }
 

@@ -57,7 +57,7 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
     let tp_sizes = tp_sizes(flags, source.config(), on_gpus)?;
     let largest = tp_sizes.iter().copied().max().unwrap_or(1);
     let kind = if on_gpus { "cuda" } else { "cpu" };
-    let gpus = match flags.gpus.device(kind, None, largest).map_err(&flag_error)? {
+    let gpus = match flags.gpus.device(kind, None, (largest, 1)).map_err(&flag_error)? {
         DeviceConfig::Cuda { gpus, .. } => gpus,
         DeviceConfig::Cpu => GpuPlan::default(),
     };

@@ -29,6 +29,6 @@ pub use dtype::DType;
 pub use exit::ExitCode;
 pub use files::FileError;
 pub use ids::{NO_TOKEN, PageId, RequestId, StepId, TokenId};
-pub use parallel::ParallelInfo;
+pub use parallel::{ParallelInfo, Topology};
 pub use refusal::Refusal;
 pub use sampling::{FinishReason, Grammar, JSON_WHITE_SPACE, SamplingParams};

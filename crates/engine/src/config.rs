@@ -2,7 +2,7 @@
 
 use crate::gpu::GpuPlan;
 use crate::links::RankLinks;
-use lockstep_core::{DType, ModelConfig, ParallelInfo, TokenId};
+use lockstep_core::{DType, ModelConfig, ParallelInfo, TokenId, Topology};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -53,6 +53,23 @@ pub enum DeviceConfig {
         /// Which GPUs, and how tensors move between them.
         gpus: GpuPlan,
     },
+}
+
+impl DeviceConfig {
+    /// What the rank with global number `rank` is told, where this is for the ranks of all replicas: the GPUs of its
+    /// replica, and its share of the memory of one that other replicas use too.
+    pub fn of_rank(&self, topology: &Topology, rank: usize) -> Self {
+        match self {
+            Self::Cpu => Self::Cpu,
+            Self::Cuda { memory_ratio, gpus } => {
+                let place = topology.place(rank);
+                let own = gpus.of_replica(topology, place.dp_rank);
+                let here = own.sharing(place.replica_rank(), topology.replica_size()) as f64;
+                let everywhere = gpus.sharing(rank, topology.world_size()) as f64;
+                Self::Cuda { memory_ratio: memory_ratio * (here / everywhere), gpus: own }
+            }
+        }
+    }
 }
 
 /// Weights made up from a seed for the config in the model folder.

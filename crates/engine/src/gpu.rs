@@ -4,7 +4,7 @@ use crate::Result;
 use crate::start::Groups;
 use lockstep_backend::cuda::{CudaBackend, CudaOptions, PeerMode};
 use lockstep_comm::NcclCollective;
-use lockstep_core::DType;
+use lockstep_core::{DType, Topology};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -29,6 +29,16 @@ impl GpuPlan {
     /// How many of `ranks` ranks use the GPU of rank `rank`.
     pub fn sharing(&self, rank: usize, ranks: usize) -> usize {
         (0..ranks).filter(|other| self.gpu_of(*other) == self.gpu_of(rank)).count()
+    }
+
+    /// The GPUs of one replica's ranks, where this plan is for the ranks of all.
+    pub fn of_replica(&self, topology: &Topology, dp_rank: usize) -> Self {
+        let ids = if topology.dp_size == 1 || (self.ids.is_empty() && self.share_gpu) {
+            self.ids.clone()
+        } else {
+            topology.ranks_of(dp_rank).map(|rank| self.gpu_of(rank)).collect()
+        };
+        Self { ids, ..self.clone() }
     }
 
     /// How tensors move.
@@ -83,6 +93,7 @@ pub fn join(plan: &GpuPlan, dtype: DType, patience: Duration, mut groups: Groups
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::DeviceConfig;
 
     #[test]
     fn ranks_take_the_listed_gpus_and_count_who_shares() {
@@ -94,6 +105,16 @@ mod tests {
         assert_eq!((shared.gpu_of(1), shared.sharing(1, 2), shared.mode()), (0, 2, PeerMode::SharedGpu));
         let pairs = GpuPlan { ids: vec![0, 0, 1, 1], share_gpu: true, nccl_only: false };
         assert_eq!((pairs.gpu_of(2), pairs.sharing(2, 4)), (1, 2));
-        assert_eq!(GpuPlan { nccl_only: true, ..plain }.mode(), PeerMode::Library);
+        assert_eq!(GpuPlan { nccl_only: true, ..plain.clone() }.mode(), PeerMode::Library);
+        let topology = Topology { dp_size: 2, ..Topology::tensor_parallel(2) };
+        assert_eq!(plain.of_replica(&topology, 1).ids, [2, 3]);
+        assert_eq!(pairs.of_replica(&topology, 1).ids, [1, 1]);
+        assert_eq!(shared.of_replica(&topology, 1), shared);
+        let device = |gpus: &GpuPlan| DeviceConfig::Cuda { memory_ratio: 0.8, gpus: gpus.clone() };
+        let DeviceConfig::Cuda { memory_ratio, gpus } = device(&shared).of_rank(&topology, 3) else {
+            panic!("a GPU")
+        };
+        assert_eq!((memory_ratio, gpus), (0.4, shared.clone()), "two replicas share it");
+        assert_eq!(device(&pairs).of_rank(&topology, 1), device(&pairs.of_replica(&topology, 0)));
     }
 }

@@ -27,6 +27,8 @@ const BRIEF_PAUSE: Duration = Duration::from_millis(2);
 /// Names of a replica's links.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RankLinks {
+    /// Which replica it is, to the detokenizer that all of them share (`dp_rank`).
+    pub replica: usize,
     /// Requests to rank 0.
     pub inbox: Endpoint,
     /// Rank 0 to the other ranks.
@@ -45,6 +47,7 @@ impl From<LinkError> for ControlError {
 
 /// Rank 0's links.
 pub struct ZmqPrimary {
+    replica: usize,
     inbox: Receiver<ToScheduler>,
     /// `None` in a replica of one rank: nobody listens.
     bus: Option<BroadcastSender>,
@@ -55,8 +58,8 @@ pub struct ZmqPrimary {
 }
 
 impl ZmqPrimary {
-    /// Binds the inbox and the broadcast, connects the rest, and waits until all `followers` have
-    /// subscribed, so that no broadcast can be lost.
+    /// Binds the inbox and the broadcast, connects the rest, tells the detokenizer of the start, and waits until
+    /// all `followers` have subscribed, so that no broadcast can be lost.
     pub fn open(context: &Context, links: &RankLinks, followers: usize, patience: Duration) -> Result<Self> {
         let mut bus = None;
         if followers > 0 {
@@ -64,10 +67,14 @@ impl ZmqPrimary {
             sender.wait_for_subscribers(followers, patience)?;
             bus = Some(sender);
         }
+        let replica = links.replica;
+        let mut detokenizer = Outbox::connect(context, &links.detokenizer)?;
+        detokenizer.push(ToDetokenizer::ReplicaStarted { replica })?;
         Ok(Self {
+            replica,
             inbox: Receiver::bind(context, &links.inbox)?,
             bus,
-            detokenizer: Outbox::connect(context, &links.detokenizer)?,
+            detokenizer,
             api: Outbox::connect(context, &links.api)?,
             start: Instant::now(),
             mark: None,
@@ -93,7 +100,7 @@ impl ZmqPrimary {
         self.api.push(message)
     }
 
-    /// Tells the detokenizer to end and gives both receivers `patience` to take what is queued.
+    /// Tells the detokenizer that nothing follows and gives both receivers `patience` to take what is queued.
     pub fn finish(mut self, patience: Duration) -> Result<()> {
         self.detokenizer.push(ToDetokenizer::Shutdown)?;
         self.detokenizer.drain(patience)?;
@@ -136,7 +143,9 @@ impl Primary for ZmqPrimary {
 
     fn deliver(&mut self, out: Outgoing) -> Result<()> {
         match out {
-            Outgoing::Begin(begins) => self.detokenizer.push(ToDetokenizer::Begin(begins)),
+            Outgoing::Begin(requests) => {
+                self.detokenizer.push(ToDetokenizer::Begin { replica: self.replica, requests })
+            }
             Outgoing::Step(tokens) => self.detokenizer.push(ToDetokenizer::Step(tokens)),
             Outgoing::Refused(id, refusal) => self.api.push(ToApi::Refused { id, refusal }),
             Outgoing::Info(info) => self.api.push(ToApi::EngineInfo(info)),

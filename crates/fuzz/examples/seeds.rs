@@ -110,6 +110,7 @@ fn messages() -> Vec<(&'static str, Vec<u8>)> {
     let text = TextParams { stop: vec!["é".into()], ..TextParams::default() };
     let request = GenerateRequest {
         id,
+        replica: 0,
         prompt: Prompt::Text("ab".into()),
         tokenizing: TokenizeParams::default(),
         sampling,

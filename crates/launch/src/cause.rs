@@ -1,6 +1,6 @@
 //! Which of several deaths came first; pure, time is an argument.
 //!
-//! **Invariant:** at most one verdict until [`Verdict::reset`], and it never names a process that
+//! **Invariant:** at most one verdict for a set of processes that fail together, and it never names a process that
 //! only reacted (exit code [`GROUP_ABORTED_EXIT`]) when another one explains itself in time.
 
 use crate::status::{ChildStatus, Failure, GROUP_ABORTED_EXIT};
@@ -72,11 +72,6 @@ impl Verdict {
         self.given = true;
         Some(cause)
     }
-
-    /// Ready for a new set of processes.
-    pub(crate) fn reset(&mut self) {
-        *self = Self::default();
-    }
 }
 
 #[cfg(test)]
@@ -125,15 +120,12 @@ mod tests {
     }
 
     #[test]
-    fn deaths_after_the_verdict_are_ignored_until_reset() {
+    fn deaths_after_the_verdict_are_ignored() {
         let mut verdict = Verdict::default();
         let now = Instant::now();
         verdict.add(death("a", ChildStatus::Exit(1)), now);
         assert_eq!(verdict.decide_now().unwrap().process, "a");
         verdict.add(death("b", ChildStatus::Exit(1)), now);
         assert_eq!((verdict.due(), verdict.decide_now()), (None, None));
-        verdict.reset();
-        verdict.add(death("c", ChildStatus::Exit(1)), now);
-        assert_eq!(verdict.decide_now().unwrap().process, "c");
     }
 }

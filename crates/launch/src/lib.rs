@@ -12,7 +12,7 @@
 //!   with [`GROUP_ABORTED_EXIT`] and never hide the process that started it.
 //!
 //! The launcher (the process the user starts, also the api server) uses [`Supervisor`]; every child
-//! calls [`child::enter`] first thing in `main`. Reading order: [`topology`], [`child`],
+//! calls [`child::enter`] first thing in `main`. Reading order: [`layout`], [`child`],
 //! [`Supervisor`], [`status`], [`ready`], [`watchdog`]. Follows vLLM's death pipe and monitor
 //! (`multiproc_executor.py`) and TGI's launcher; differs: pidfds instead of polling by id, the child
 //! is the same binary, and the verdict waits a moment for the first cause.
@@ -22,6 +22,7 @@ pub mod child;
 mod error;
 pub mod init;
 mod kernel;
+pub mod layout;
 mod limits;
 mod lines;
 pub mod ready;
@@ -30,17 +31,16 @@ mod spawn;
 pub mod status;
 mod stderr;
 mod supervisor;
-pub mod topology;
 pub mod watchdog;
 mod watcher;
 
 pub use child::ChildEntry;
 pub use error::LaunchError;
+pub use layout::{Endpoints, Layout, Process};
 pub use limits::{FdLimit, raise_fd_limit};
 pub use ready::{Acknowledged, ReadyTracker};
 pub use spawn::ChildSpec;
 pub use status::{ChildStatus, Event, Failure, GROUP_ABORTED_EXIT, ORPHANED_EXIT, Phase};
 pub use stderr::{LineForm, StderrSink};
 pub use supervisor::{Events, ShutdownReport, Supervisor};
-pub use topology::{Endpoints, Process, Topology};
 pub use watchdog::{Concern, Concerns, Limits, Stage, Watchdog, WatchedLoop};

@@ -1,7 +1,7 @@
 //! Who has acknowledged that it finished loading; pure. The launcher feeds it the `Ready` messages
 //! and opens the HTTP port when nobody is missing.
 
-use crate::topology::Topology;
+use crate::layout::Layout;
 use lockstep_wire::Role;
 
 /// What an acknowledgement changed.
@@ -13,13 +13,13 @@ pub enum Acknowledged {
     Complete,
     /// The role had acknowledged before; nothing changed.
     Repeated,
-    /// Nobody waits for this role (a rank that is not primary, or not in the topology): a bug of the
+    /// Nobody waits for this role (a rank that is not primary, or not in the layout): a bug of the
     /// sender, worth a log line.
     Unexpected,
 }
 
 /// Roles that still have to acknowledge. **Invariant:** `missing` and `arrived` are disjoint and
-/// together always what the topology asks for.
+/// together always what the layout asks for.
 #[derive(Clone, Debug)]
 pub struct ReadyTracker {
     missing: Vec<Role>,
@@ -27,9 +27,9 @@ pub struct ReadyTracker {
 }
 
 impl ReadyTracker {
-    /// Waits for everyone in [`Topology::acknowledging`].
-    pub fn new(topology: &Topology) -> Self {
-        Self { missing: topology.acknowledging(), arrived: Vec::new() }
+    /// Waits for everyone in [`Layout::acknowledging`].
+    pub fn new(layout: &Layout) -> Self {
+        Self { missing: layout.acknowledging(), arrived: Vec::new() }
     }
 
     /// Takes one acknowledgement.
@@ -44,7 +44,7 @@ impl ReadyTracker {
         }
     }
 
-    /// Roles not heard of yet, in topology order; for progress lines.
+    /// Roles not heard of yet, in layout order; for progress lines.
     pub fn missing(&self) -> &[Role] {
         &self.missing
     }
@@ -58,12 +58,13 @@ impl ReadyTracker {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_core::Topology;
 
     #[test]
     fn completes_once_in_any_order() {
-        let t = Topology::tensor_parallel(2, 1);
+        let layout = Layout { topology: Topology::tensor_parallel(2), num_tokenizer: 1 };
         for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
-            let mut ready = ReadyTracker::new(&t);
+            let mut ready = ReadyTracker::new(&layout);
             let roles = [Role::Scheduler(0), Role::Tokenizer(0), Role::Detokenizer];
             let results = order.map(|i| ready.acknowledge(roles[i]));
             assert_eq!(results, [Acknowledged::Waiting, Acknowledged::Waiting, Acknowledged::Complete]);
@@ -74,7 +75,8 @@ mod tests {
 
     #[test]
     fn ranks_that_do_not_speak_for_a_replica_are_unexpected() {
-        let mut ready = ReadyTracker::new(&Topology::tensor_parallel(2, 0));
+        let layout = Layout { topology: Topology::tensor_parallel(2), num_tokenizer: 0 };
+        let mut ready = ReadyTracker::new(&layout);
         assert_eq!(ready.acknowledge(Role::Scheduler(1)), Acknowledged::Unexpected);
         assert_eq!(ready.acknowledge(Role::Tokenizer(0)), Acknowledged::Unexpected);
         assert_eq!(ready.missing(), [Role::Scheduler(0), Role::Detokenizer]);

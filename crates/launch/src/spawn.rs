@@ -21,6 +21,8 @@ pub struct ChildSpec {
     pub role: Role,
     /// `argv[0]` and the name in every message, e.g. `lockstep-TP0-scheduler`.
     pub name: String,
+    /// The replica that fails with it, while others go on; `None`: the whole server does.
+    pub replica: Option<usize>,
     /// Handed to the child unchanged.
     pub config_json: String,
     /// Descriptors the child gets, in this order, as [`crate::ChildEntry::inherited`]; shared,

@@ -78,9 +78,11 @@ pub enum Event {
         status: ChildStatus,
     },
     /// The first cause, once it is known: within 0.1 s of the first death that explains itself,
-    /// within 2 s when every process so far only says that its group was aborted. Sent once until
-    /// the next shutdown.
+    /// within 2 s when every process so far only says that its group was aborted. Sent once for each
+    /// replica, and for what belongs to none, until that has ended.
     Failed(Failure),
+    /// No child of this replica is left, after [`Supervisor::end_replica`](crate::Supervisor::end_replica).
+    ReplicaEnded(usize),
     /// A child ended with exit code 0 while draining.
     ChildExited {
         /// Its name.
@@ -95,13 +97,15 @@ pub enum Event {
     Signal(i32),
 }
 
-/// Why the server cannot go on: the first cause among all deaths. Displays as one line.
+/// Why the server, or a replica of it, cannot go on: the first cause among all deaths. Displays as one line.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Failure {
     /// Name of the process.
     pub process: String,
     /// Its part.
     pub role: Role,
+    /// The replica that cannot go on; `None`: the whole server.
+    pub replica: Option<usize>,
     /// How it ended.
     pub status: ChildStatus,
     /// Why the launcher has killed it, if it did.
@@ -131,7 +135,7 @@ impl Failure {
             },
             _ => ExitCode::ChildDied,
         };
-        Self { process, role, status, reason: None, phase, last_lines, exit_code }
+        Self { process, role, replica: None, status, reason: None, phase, last_lines, exit_code }
     }
 }
 

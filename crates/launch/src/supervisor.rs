@@ -74,6 +74,17 @@ impl Supervisor {
         self.remote.send(Command::SetPhase(phase))
     }
 
+    /// The same for one replica while others serve: it is started again, then it serves.
+    pub fn set_replica_phase(&self, replica: usize, phase: Phase) -> Result<(), LaunchError> {
+        self.remote.send(Command::SetReplicaPhase(replica, phase))
+    }
+
+    /// Ends the children of one replica without waiting: SIGTERM now, SIGKILL after `grace`.
+    /// [`Event::ReplicaEnded`] follows; children of that replica can be started again afterwards.
+    pub fn end_replica(&self, replica: usize, grace: Duration) -> Result<(), LaunchError> {
+        self.remote.send(Command::EndReplica { replica, grace })
+    }
+
     /// Names and process ids of the children that live, in order of start.
     pub fn processes(&self) -> Result<Vec<(String, u32)>, LaunchError> {
         let (reply, answer) = sync_channel(1);

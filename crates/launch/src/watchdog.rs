@@ -44,6 +44,8 @@ pub struct WatchedLoop {
     pub mark: usize,
     /// Its rank, if it is one.
     pub rank: Option<usize>,
+    /// The replica that fails with it, while others go on; `None`: the whole server does.
+    pub replica: Option<usize>,
 }
 
 /// How long a loop may be silent.
@@ -76,8 +78,13 @@ pub enum Stage {
 /// What the watchdog has to say.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Concern {
-    /// Some loops do not answer: one sentence. Their positions are in the log.
-    Suspect(String),
+    /// Some loops do not answer. Their positions are in the log.
+    Suspect {
+        /// Which, in one sentence.
+        text: String,
+        /// The replicas that it concerns; none: the whole server.
+        replicas: Vec<usize>,
+    },
     /// All of them answer again.
     Recovered,
     /// A process is given up.
@@ -204,7 +211,10 @@ impl Watch {
                         position(seen, now)
                     );
                 }
-                let _ = self.sender.send(Concern::Suspect(text));
+                let of_replicas: Option<Vec<usize>> =
+                    suspects.iter().map(|i| self.loops[*i].replica).collect();
+                let replicas = of_replicas.unwrap_or_default();
+                let _ = self.sender.send(Concern::Suspect { text, replicas });
             }
         }
         self.told = suspicion;
@@ -226,7 +236,8 @@ impl Watch {
 fn missing(loops: &[WatchedLoop], seen: &[Seen], suspects: &[usize]) -> Option<String> {
     let is_rank = |index: &usize| loops[*index].rank.is_some();
     let suspect = *suspects.iter().find(|i| is_rank(i))?;
-    let others = (0..loops.len()).filter(|i| is_rank(i) && !suspects.contains(i));
+    let others = (0..loops.len())
+        .filter(|i| is_rank(i) && loops[*i].replica == loops[suspect].replica && !suspects.contains(i));
     others.into_iter().find_map(|index| {
         [Track::Tensors, Track::Group].into_iter().find_map(|track| {
             let (theirs, its) = (seen[index].track(track), seen[suspect].track(track));
@@ -394,6 +405,7 @@ mod tests {
                 label: format!("TP{rank}"),
                 mark: rank,
                 rank: Some(rank),
+                replica: None,
             })
             .collect();
         page.mark(0).enter(Activity::Launch, 3);

@@ -16,6 +16,7 @@ use lockstep_wire::Role;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::process::{Signal, WaitId, WaitIdOptions, pidfd_send_signal, waitid};
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel};
@@ -31,6 +32,8 @@ const SUDDEN_END_WAIT: Duration = Duration::from_secs(1);
 pub(crate) enum Command {
     Spawn(Box<ChildSpec>, SyncSender<Result<u32, LaunchError>>),
     SetPhase(Phase),
+    SetReplicaPhase(usize, Phase),
+    EndReplica { replica: usize, grace: Duration },
     GiveUp { name: String, why: String },
     List(SyncSender<Vec<(String, u32)>>),
     AtSuddenEnd(Box<dyn FnOnce() + Send>),
@@ -57,6 +60,7 @@ impl Remote {
 struct Watched {
     name: String,
     role: Role,
+    replica: Option<usize>,
     pid: u32,
     pidfd: OwnedFd,
     /// Open for the child's whole life: its end tells the child that the launcher is gone.
@@ -83,6 +87,13 @@ struct Ending {
     done: Vec<SyncSender<ShutdownReport>>,
 }
 
+/// A replica that is ended while others go on.
+struct Leaving {
+    replica: usize,
+    kill_at: Instant,
+    is_killed: bool,
+}
+
 /// What a poll entry belongs to.
 #[derive(Clone, Copy)]
 enum Source {
@@ -102,7 +113,11 @@ pub(crate) struct Watcher {
     events: UnboundedSender<Event>,
     children: Vec<Watched>,
     phase: Phase,
-    verdict: Verdict,
+    /// Of replicas that are started again while others serve.
+    replica_phases: BTreeMap<usize, Phase>,
+    /// By what fails together: each replica, and the rest of the server.
+    verdicts: BTreeMap<Option<usize>, Verdict>,
+    leaving: Vec<Leaving>,
     ending: Option<Ending>,
     cleanups: Vec<Box<dyn FnOnce() + Send>>,
     signalled: bool,
@@ -126,7 +141,9 @@ impl Watcher {
             events,
             children: Vec::new(),
             phase: Phase::Loading,
-            verdict: Verdict::default(),
+            replica_phases: BTreeMap::new(),
+            verdicts: BTreeMap::new(),
+            leaving: Vec::new(),
             ending: None,
             cleanups: Vec::new(),
             signalled: false,
@@ -203,19 +220,24 @@ impl Watcher {
 
     fn next_deadline(&self) -> Option<Instant> {
         let ending = self.ending.as_ref().map(|e| e.give_up_at.unwrap_or(e.kill_at));
-        [self.verdict.due(), ending].into_iter().flatten().min()
+        let verdicts = self.verdicts.values().filter_map(Verdict::due);
+        let leaving = self.leaving.iter().filter(|l| !l.is_killed).map(|l| l.kill_at);
+        verdicts.chain(leaving).chain(ending).min()
     }
 
     fn keep_deadlines(&mut self, now: Instant) {
-        if let Some(failure) = self.verdict.decide(now) {
-            self.report(Event::Failed(failure));
+        let failures: Vec<_> = self.verdicts.values_mut().filter_map(|verdict| verdict.decide(now)).collect();
+        failures.into_iter().for_each(|failure| self.report(Event::Failed(failure)));
+        for leaving in self.leaving.iter_mut().filter(|l| !l.is_killed && now >= l.kill_at) {
+            leaving.is_killed = true;
+            send_all(self.children.iter().filter(|c| c.replica == Some(leaving.replica)), Signal::KILL);
         }
         let Some(ending) = &mut self.ending else { return };
         match ending.give_up_at {
             None if now >= ending.kill_at => {
                 ending.give_up_at = Some(now + UNKILLABLE_AFTER);
                 ending.report.killed = self.children.iter().map(|c| c.name.clone()).collect();
-                self.signal_all(Signal::KILL);
+                send_all(&self.children, Signal::KILL);
             }
             Some(at) if now >= at => {
                 ending.report.left = self.children.iter().map(|c| c.name.clone()).collect();
@@ -233,6 +255,10 @@ impl Watcher {
                 // A reply nobody waits for any more is no error.
                 Command::Spawn(spec, reply) => drop(reply.send(self.start(&spec))),
                 Command::SetPhase(phase) => self.phase = phase,
+                Command::SetReplicaPhase(replica, phase) => {
+                    self.replica_phases.insert(replica, phase);
+                }
+                Command::EndReplica { replica, grace } => self.begin_leaving(replica, grace),
                 Command::GiveUp { name, why } => {
                     if let Some(child) = self.children.iter_mut().find(|child| child.name == name) {
                         child.given_up = Some(why);
@@ -256,6 +282,7 @@ impl Watcher {
         self.children.push(Watched {
             name: spec.name.clone(),
             role: spec.role,
+            replica: spec.replica,
             pid: started.pid,
             pidfd: started.pidfd,
             stdin: started.stdin,
@@ -268,10 +295,27 @@ impl Watcher {
         Ok(started.pid)
     }
 
-    fn begin_ending(&mut self, grace: Duration, done: Option<SyncSender<ShutdownReport>>) {
-        if let Some(failure) = self.verdict.decide_now() {
-            self.report(Event::Failed(failure));
+    fn begin_leaving(&mut self, replica: usize, grace: Duration) {
+        self.leaving.push(Leaving { replica, kill_at: Instant::now() + grace, is_killed: false });
+        send_all(self.children.iter().filter(|c| c.replica == Some(replica)), Signal::TERM);
+        self.finish_leaving();
+    }
+
+    /// Tells of replicas that are gone.
+    fn finish_leaving(&mut self) {
+        let is_there = |l: &Leaving| self.children.iter().any(|c| c.replica == Some(l.replica));
+        let (there, gone): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.leaving).into_iter().partition(is_there);
+        self.leaving = there;
+        for Leaving { replica, .. } in gone {
+            self.verdicts.remove(&Some(replica));
+            self.report(Event::ReplicaEnded(replica));
         }
+    }
+
+    fn begin_ending(&mut self, grace: Duration, done: Option<SyncSender<ShutdownReport>>) {
+        let failures: Vec<_> = self.verdicts.values_mut().filter_map(Verdict::decide_now).collect();
+        failures.into_iter().for_each(|failure| self.report(Event::Failed(failure)));
         let kill_at = Instant::now() + grace;
         let ending = self.ending.get_or_insert_with(|| Ending {
             kill_at,
@@ -285,7 +329,7 @@ impl Watcher {
         if self.children.is_empty() {
             self.finish_ending();
         } else {
-            self.signal_all(Signal::TERM);
+            send_all(&self.children, Signal::TERM);
         }
     }
 
@@ -293,18 +337,13 @@ impl Watcher {
         let Some(ending) = self.ending.take() else { return };
         // A process that SIGKILL could not end is given up; it stays our zombie until we exit.
         self.children.clear();
-        self.verdict.reset();
+        self.verdicts.clear();
+        self.leaving.clear();
+        self.replica_phases.clear();
         self.phase = Phase::Loading;
         self.report(Event::AllExited);
         for done in ending.done {
             let _ = done.send(ending.report.clone());
-        }
-    }
-
-    /// A child that has ended meanwhile answers ESRCH, which is what was wanted.
-    fn signal_all(&self, signal: Signal) {
-        for child in &self.children {
-            let _ = pidfd_send_signal(&child.pidfd, signal);
         }
     }
 
@@ -326,7 +365,7 @@ impl Watcher {
 
     /// The user asked twice: everything ends now.
     fn sudden_end(&mut self, signal: i32) -> ! {
-        self.signal_all(Signal::KILL);
+        send_all(&self.children, Signal::KILL);
         let deadline = Instant::now() + SUDDEN_END_WAIT;
         for child in &self.children {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -397,6 +436,9 @@ impl Watcher {
         for (child, status) in deaths.into_iter().rev() {
             self.judge(child, status, now);
         }
+        if any {
+            self.finish_leaving();
+        }
         if any && self.children.is_empty() {
             match self.ending {
                 Some(_) => self.finish_ending(),
@@ -406,16 +448,31 @@ impl Watcher {
     }
 
     fn judge(&mut self, mut child: Watched, status: ChildStatus, now: Instant) {
-        let (name, role) = (child.name, child.role);
-        if self.phase == Phase::Draining && status == ChildStatus::Exit(0) {
+        let (name, role, replica) = (child.name, child.role, child.replica);
+        let phase = self.phase_of(replica);
+        let is_leaving = self.leaving.iter().any(|l| replica == Some(l.replica));
+        if phase == Phase::Draining && status == ChildStatus::Exit(0) {
             self.report(Event::ChildExited { name, role });
-        } else if self.ending.is_none() {
+        } else if self.ending.is_none() && !is_leaving {
             self.report(Event::ChildDied { name: name.clone(), role, status });
             let reason = child.given_up.take();
-            let failure = Failure::new(name, role, status, self.phase, child.tail.take());
-            let failure = Failure { reason, ..failure };
-            self.verdict.add(failure, now);
+            let failure = Failure::new(name, role, status, phase, child.tail.take());
+            let failure = Failure { reason, replica, ..failure };
+            self.verdicts.entry(replica).or_default().add(failure, now);
         }
+    }
+
+    /// What a child's part of the server is doing.
+    fn phase_of(&self, replica: Option<usize>) -> Phase {
+        let own = replica.and_then(|replica| self.replica_phases.get(&replica));
+        if self.phase == Phase::Draining { self.phase } else { own.copied().unwrap_or(self.phase) }
+    }
+}
+
+/// A child that has ended meanwhile answers ESRCH, which is what was wanted.
+fn send_all<'a>(children: impl IntoIterator<Item = &'a Watched>, signal: Signal) {
+    for child in children {
+        let _ = pidfd_send_signal(&child.pidfd, signal);
     }
 }
 

@@ -18,6 +18,7 @@ pub fn recommended(plan: &Plan) -> Option<usize> {
 pub fn sentences(plan: &Plan) -> Vec<String> {
     let legal: Vec<&Choice> = plan.choices.iter().filter(|c| c.memory.is_some()).collect();
     let mut sentences = vec![first_sentence(plan, &legal)];
+    sentences.extend(replicas(plan));
     for choice in &legal {
         sentences.extend(why_not_enough(plan, choice));
     }
@@ -33,6 +34,20 @@ pub fn sentences(plan: &Plan) -> Vec<String> {
         )
     }));
     sentences
+}
+
+/// What several replicas make together.
+fn replicas(plan: &Plan) -> Option<String> {
+    let (tp_size, replicas) = (plan.recommended?, plan.workload.replicas);
+    let cost = plan.choices.iter().find(|choice| choice.tp_size == tp_size)?.cost?;
+    (replicas > 1).then(|| {
+        format!(
+            "dp {replicas}: {replicas} replicas of tp {tp_size} are {} ranks and make {:.0} tokens/s together under the whole \
+             load; a single request is no faster than with one replica.",
+            replicas * tp_size,
+            cost.decode_tokens_per_s * replicas as f64
+        )
+    })
 }
 
 fn size(bytes: u64) -> String {

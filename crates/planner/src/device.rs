@@ -117,6 +117,22 @@ impl Device {
         }
     }
 
+    /// What one of `replicas` replicas has: of a machine whose memory and cores all share, a part; of GPUs, its own.
+    pub fn share_of(&self, replicas: usize) -> Self {
+        let parts = match self.kind {
+            DeviceKind::Cpu => replicas as f64,
+            DeviceKind::Gpu => 1.0,
+        };
+        // As many digits as a reader can use.
+        let part = |all: f64| if parts == 1.0 { all } else { (all / parts * 1e3).round() / 1e3 };
+        Self {
+            memory_gib: part(self.memory_gib),
+            bandwidth_gbs: part(self.bandwidth_gbs),
+            tflops: part(self.tflops),
+            ..self.clone()
+        }
+    }
+
     /// The share of bandwidth and arithmetic that one of `tp_size` ranks has.
     pub fn rank_share(&self, tp_size: usize) -> f64 {
         match self.kind {

@@ -84,6 +84,8 @@ pub struct Workload {
     pub page_size: usize,
     /// Share of the device's memory that ranks may use.
     pub memory_ratio: f64,
+    /// Replicas that share the requests (`--dp`).
+    pub replicas: usize,
 }
 
 impl Workload {
@@ -93,7 +95,7 @@ impl Workload {
             DeviceKind::Gpu => (32, 8192, 0.9),
             DeviceKind::Cpu => (8, 512, 0.5),
         };
-        Self { context: max_position.min(8192), concurrency, chunk, page_size: 16, memory_ratio }
+        Self { context: max_position.min(8192), concurrency, chunk, page_size: 16, memory_ratio, replicas: 1 }
     }
 }
 
@@ -121,9 +123,9 @@ pub struct Plan {
     pub notes: Vec<String>,
     /// All parameters, biases and norms included.
     pub parameters: u64,
-    /// The device of every rank.
+    /// The device of every rank; of a machine that replicas share, one replica's share.
     pub device: Device,
-    /// What was planned for.
+    /// What was planned for: one replica's part of the load.
     pub workload: Workload,
     /// One per tp size looked at, ascending.
     pub choices: Vec<Choice>,
@@ -144,6 +146,9 @@ pub fn plan(facts: &Facts<'_>, device: &Device, workload: Workload) -> Result<Pl
     if workload.context > config.max_position {
         return Err(PlanError::Context { context: workload.context, max: config.max_position });
     }
+    let device = &device.share_of(workload.replicas);
+    let concurrency = workload.concurrency.div_ceil(workload.replicas);
+    let workload = Workload { concurrency, ..workload };
     let rules = ModelRules::new(config);
     let choices: Vec<Choice> = (1..=SHOWN_MAX)
         .filter_map(|tp_size| {

@@ -2,7 +2,7 @@
 
 use crate::Plan;
 use crate::cost::Cost;
-use crate::device::GIB;
+use crate::device::{DeviceKind, GIB};
 use crate::memory::RankMemory;
 use std::fmt::Write;
 
@@ -38,6 +38,13 @@ pub fn render(plan: &Plan) -> String {
         load.page_size,
         100.0 * load.memory_ratio
     ));
+    if load.replicas > 1 {
+        line(format!(
+            "replicas: {0} (dp {0}); each column is one of them, with its share of the load{1}; ranks in all are {0} x tp",
+            load.replicas,
+            if plan.device.kind == DeviceKind::Cpu { " and of the machine" } else { "" }
+        ));
+    }
     line(String::new());
     let cells = |label: &str, cell: &dyn Fn(usize) -> String| {
         let row: String = (0..plan.choices.len()).map(|i| format!("{:>CELL$}", cell(i))).collect();

@@ -174,6 +174,29 @@ fn a_model_that_fits_nowhere_and_one_that_cannot_be_cut() {
 }
 
 #[test]
+fn replicas_share_the_load_and_a_machine_but_no_gpus() {
+    let of = |device: &str, replicas| {
+        let config = config("qwen3-8b");
+        let device = DeviceTable::built_in().find(device).unwrap();
+        let source = "bf16".into();
+        let facts = Facts { config: &config, dtype_of: &|_| Some(DType::Bf16), source, notes: Vec::new() };
+        let load = Workload { context: 4096, concurrency: 5, ..Workload::default_for(device.kind, 40960) };
+        lockstep_planner::plan(&facts, &device, Workload { replicas, ..load }).unwrap()
+    };
+    let (alone, two) = (of("cpu:64g", 1), of("cpu:64g", 2));
+    assert_eq!((two.workload.concurrency, two.device.memory_gib), (3, 32.0));
+    let budget = |plan: &Plan| plan.choices[0].memory.unwrap().budget_bytes;
+    assert_eq!(budget(&alone), 2 * budget(&two));
+    let (alone, two) = (of("h200", 1), of("h200", 2));
+    assert_eq!(budget(&alone), budget(&two));
+    let text = lockstep_planner::table::render(&two);
+    assert!(
+        text.contains("replicas: 2 (dp 2)") && text.contains("- dp 2: 2 replicas of tp 1 are 2 ranks"),
+        "{text}"
+    );
+}
+
+#[test]
 fn ranks_of_one_machine_share_it() {
     let plan = planned("qwen3-8b", "cpu:64g", 4096, 4);
     let (one, two) = (plan.choices[0].clone(), plan.choices[1].clone());

@@ -117,11 +117,11 @@ impl Client {
     /// Takes a message that rank 0 sent to the detokenizer. The error is a finding.
     pub fn hear_detokenizer(&mut self, message: ToDetokenizer, oracle: &Oracle) -> Result<(), String> {
         match message {
-            ToDetokenizer::Begin(begins) => {
-                begins.into_iter().try_for_each(|begin| self.begin(begin.id, oracle))
+            ToDetokenizer::Begin { requests, .. } => {
+                requests.into_iter().try_for_each(|begin| self.begin(begin.id, oracle))
             }
             ToDetokenizer::Step(outs) => outs.into_iter().try_for_each(|out| self.token(out, oracle)),
-            ToDetokenizer::Shutdown => Ok(()),
+            ToDetokenizer::ReplicaStarted { .. } | ToDetokenizer::Shutdown => Ok(()),
         }
     }
 

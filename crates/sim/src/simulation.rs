@@ -428,7 +428,10 @@ impl Simulation {
         let (link, bytes) = match out {
             Outgoing::Begin(begins) => {
                 begins.iter().for_each(|begin| self.fairness.accepted(begin.id));
-                (Link::Detokenizer, lockstep_wire::encode(&ToDetokenizer::Begin(begins)))
+                (
+                    Link::Detokenizer,
+                    lockstep_wire::encode(&ToDetokenizer::Begin { replica: 0, requests: begins }),
+                )
             }
             Outgoing::Step(outs) => {
                 outs.iter().filter(|o| o.finish.is_some()).for_each(|o| self.fairness.ended(o.id));

@@ -5,7 +5,7 @@ use lockstep_core::limits::WIRE_MESSAGE_BYTES_MAX;
 use serde::{Serialize, de::DeserializeOwned};
 
 /// First byte of every message; raised whenever a message changes its meaning.
-pub const WIRE_VERSION: u8 = 8;
+pub const WIRE_VERSION: u8 = 9;
 
 /// Why a message was refused.
 #[derive(Debug, thiserror::Error)]

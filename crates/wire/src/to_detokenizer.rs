@@ -1,4 +1,4 @@
-//! Messages from rank 0 to the detokenizer.
+//! Messages from the primary of each replica to the detokenizer.
 
 use crate::to_api::{Timing, Usage};
 use crate::to_tokenizer::TextParams;
@@ -8,11 +8,22 @@ use serde::{Deserialize, Serialize};
 /// What the detokenizer receives.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToDetokenizer {
-    /// Requests accepted by the scheduler; comes before their first token.
-    Begin(Vec<Begin>),
+    /// A replica has started: what an earlier one of that number has begun will have no further token.
+    ReplicaStarted {
+        /// Which (`dp_rank`).
+        replica: usize,
+    },
+    /// Requests accepted by a replica's scheduler; comes before their first token.
+    Begin {
+        /// Which (`dp_rank`).
+        replica: usize,
+        /// Its requests.
+        requests: Vec<Begin>,
+    },
     /// The tokens of one step, or of some of its requests where many log-probabilities come with them.
     Step(Vec<TokenOut>),
-    /// Report everything received so far, then exit with code 0.
+    /// From one replica: it has nothing more to say. After that of the last one, report everything received so far
+    /// and exit with code 0.
     Shutdown,
 }
 

@@ -9,10 +9,22 @@ use serde::{Deserialize, Serialize};
 /// What a tokenizer receives from the api.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToTokenizer {
-    /// Tokenize a prompt and submit it to rank 0.
+    /// Tokenize a prompt and submit it to the primary of its replica.
     Generate(Box<GenerateRequest>),
-    /// Forward an abort to rank 0.
-    Abort(RequestId),
+    /// Forward an abort to the request's replica.
+    Abort {
+        /// The request.
+        id: RequestId,
+        /// Where it was sent.
+        replica: usize,
+    },
+    /// A replica was started again: what follows for it goes to its new primary.
+    ReplicaStarted {
+        /// Which.
+        replica: usize,
+        /// The name of its primary's inbox.
+        inbox: String,
+    },
     /// Answer the api itself (`ToApi::TextAnswered` with the same number); rank 0 hears nothing of it.
     AskText {
         /// Echoed in the answer.
@@ -29,6 +41,8 @@ pub enum ToTokenizer {
 pub struct GenerateRequest {
     /// Its id everywhere.
     pub id: RequestId,
+    /// The replica that is to answer it (`dp_rank`).
+    pub replica: usize,
     /// What to continue.
     pub prompt: Prompt,
     /// What else the tokenizer is asked.

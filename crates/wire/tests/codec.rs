@@ -53,6 +53,7 @@ fn to_tokenizer() -> Vec<ToTokenizer> {
     let generate = |prompt| {
         ToTokenizer::Generate(Box::new(GenerateRequest {
             id: RequestId(7),
+            replica: 1,
             prompt,
             tokenizing: TokenizeParams {
                 add_special_tokens: Some(false),
@@ -74,7 +75,8 @@ fn to_tokenizer() -> Vec<ToTokenizer> {
     };
     let detokenize = TextQuestion::Detokenize { tokens: vec![0, u32::MAX], skip_special_tokens: true };
     all.extend([tokenize, detokenize].map(|q| ToTokenizer::AskText { query: 9, question: Box::new(q) }));
-    all.extend([ToTokenizer::Abort(RequestId(u64::MAX)), ToTokenizer::Shutdown]);
+    let started = ToTokenizer::ReplicaStarted { replica: 1, inbox: "ipc://@x".into() };
+    all.extend([ToTokenizer::Abort { id: RequestId(u64::MAX), replica: 3 }, started, ToTokenizer::Shutdown]);
     all
 }
 
@@ -120,7 +122,11 @@ fn to_detokenizer() -> Vec<ToDetokenizer> {
         timing: Some(Box::new(Timing { queue_us: 1, batch_sum: u64::MAX, ..Timing::default() })),
     };
     vec![
-        ToDetokenizer::Begin(vec![Begin { id: RequestId(2), text: text_params(), prompt: vec![1, 2] }]),
+        ToDetokenizer::ReplicaStarted { replica: 1 },
+        ToDetokenizer::Begin {
+            replica: 1,
+            requests: vec![Begin { id: RequestId(2), text: text_params(), prompt: vec![1, 2] }],
+        },
         ToDetokenizer::Step(vec![out]),
         ToDetokenizer::Shutdown,
     ]

@@ -9,6 +9,7 @@ use crate::ApiError;
 use lockstep_comm::{AsyncReceiver, LinkError, Sender};
 use lockstep_wire::{ToApi, ToScheduler, ToTokenizer};
 use std::future::Future;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// How long to wait before a full socket is tried again.
@@ -18,8 +19,8 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 pub trait EngineSockets: Send {
     /// Sends without waiting; `Ok(false)` when the tokenizer's queue is full.
     fn try_send_tokenizer(&mut self, tokenizer: usize, message: &ToTokenizer) -> Result<bool, ApiError>;
-    /// Sends without waiting; `Ok(false)` when rank 0's queue is full.
-    fn try_send_scheduler(&mut self, message: &ToScheduler) -> Result<bool, ApiError>;
+    /// Sends to a replica's primary without waiting; `Ok(false)` when its queue is full.
+    fn try_send_scheduler(&mut self, replica: usize, message: &ToScheduler) -> Result<bool, ApiError>;
     /// The next message for the api. Must be cancel-safe.
     fn recv(&mut self) -> impl Future<Output = Result<ToApi, ApiError>> + Send;
 }
@@ -34,7 +35,7 @@ pub async fn run<S: EngineSockets>(mut link: EngineLink, sockets: S) -> Result<(
 /// The same for a link that will be used again, with the sockets of another engine. Cancel-safe but for one
 /// message that no socket had room for.
 pub async fn run_on<S: EngineSockets>(link: &mut EngineLink, mut sockets: S) -> Result<(), ApiError> {
-    let EngineLink { outbound, inbound } = link;
+    let EngineLink { outbound, inbound, ready: _ } = link;
     let mut unsent: Option<Outbound> = None;
     loop {
         if let Some(message) = &unsent
@@ -56,7 +57,27 @@ pub async fn run_on<S: EngineSockets>(link: &mut EngineLink, mut sockets: S) -> 
 fn try_send<S: EngineSockets>(sockets: &mut S, message: &Outbound) -> Result<bool, ApiError> {
     match message {
         Outbound::Tokenizer(tokenizer, message) => sockets.try_send_tokenizer(*tokenizer, message),
-        Outbound::Scheduler(message) => sockets.try_send_scheduler(message),
+        Outbound::Scheduler(replica, message) => sockets.try_send_scheduler(*replica, message),
+    }
+}
+
+/// The ways to the primaries, shared with whoever starts replicas again.
+#[derive(Clone, Debug, Default)]
+pub struct SchedulerSenders(Arc<Mutex<Vec<Sender<ToScheduler>>>>);
+
+impl SchedulerSenders {
+    /// One per replica, in order.
+    pub fn new(senders: Vec<Sender<ToScheduler>>) -> Self {
+        Self(Arc::new(Mutex::new(senders)))
+    }
+
+    /// What is for `replica` goes to a new primary from now on.
+    pub fn replace(&self, replica: usize, sender: Sender<ToScheduler>) {
+        self.senders()[replica] = sender;
+    }
+
+    fn senders(&self) -> std::sync::MutexGuard<'_, Vec<Sender<ToScheduler>>> {
+        self.0.lock().expect("invariant: nothing panics while holding it")
     }
 }
 
@@ -65,8 +86,8 @@ fn try_send<S: EngineSockets>(sockets: &mut S, message: &Outbound) -> Result<boo
 pub struct LinkSockets {
     /// One per tokenizer process, by number.
     pub tokenizers: Vec<Sender<ToTokenizer>>,
-    /// To rank 0.
-    pub scheduler: Sender<ToScheduler>,
+    /// To the primary of each replica; the launcher puts another one in place of one that died.
+    pub schedulers: SchedulerSenders,
     /// What tokenizers, rank 0 and the detokenizer send to the api.
     pub inbox: AsyncReceiver<ToApi>,
 }
@@ -77,8 +98,9 @@ impl EngineSockets for LinkSockets {
         socket.try_send(message).map_err(|e| link_error(format!("tokenizer {tokenizer}"), e))
     }
 
-    fn try_send_scheduler(&mut self, message: &ToScheduler) -> Result<bool, ApiError> {
-        self.scheduler.try_send(message).map_err(|e| link_error("rank 0", e))
+    fn try_send_scheduler(&mut self, replica: usize, message: &ToScheduler) -> Result<bool, ApiError> {
+        let sent = self.schedulers.senders()[replica].try_send(message);
+        sent.map_err(|e| link_error(format!("the primary of replica {replica}"), e))
     }
 
     async fn recv(&mut self) -> Result<ToApi, ApiError> {

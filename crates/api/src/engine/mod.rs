@@ -8,7 +8,7 @@
 //! **Invariants**
 //! - Every submitted request ends in exactly one of: a delta with `finish`, a refusal, a failure,
 //!   or an abort because the client left.
-//! - A request's abort goes to the tokenizer that took the request and is queued after it. Its
+//! - A request's abort goes to the tokenizer that took the request, for its replica, and is queued after it. Its
 //!   place in the channel is reserved before the request is sent, so an abort can neither block
 //!   nor get lost; the channel's capacity is thereby the bound on open requests.
 //! - Memory per request: what a client does not read waits as text (`events`), so that `max_tokens` (or the
@@ -18,23 +18,27 @@ pub mod dispatch;
 mod events;
 mod queries;
 mod registry;
+mod replicas;
+pub mod router;
 
 pub use registry::EngineInbound;
+pub use replicas::Replication;
+pub(crate) use replicas::{ReplicaState, ReplicaStatus, together};
 
 use crate::spans::Traced;
 use crate::statistics::{Life, Statistics};
 use events::EventReceiver;
 use lockstep_core::{Refusal, RequestId, SamplingParams};
 use lockstep_wire::{
-    Delta, GenerateRequest, Prompt, TextParams, ToScheduler, ToTokenizer, TokenizeParams, Usage,
+    Delta, GenerateRequest, Prompt, Ready, TextParams, ToScheduler, ToTokenizer, TokenizeParams, Usage,
 };
-use registry::{Entry, Registry};
+use registry::{Entry, Opening, Registry, Resending};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::sync::mpsc::{self, OwnedPermit, error::TrySendError};
 use tokio::time::Instant;
 
-/// Places in the outbound channel beyond two per request: queries and shutdown messages.
+/// Places in the outbound channel beyond those of requests: queries and shutdown messages.
 const OUTBOUND_SPARE: usize = 64;
 
 /// A message on its way out of the api.
@@ -42,8 +46,8 @@ const OUTBOUND_SPARE: usize = 64;
 pub enum Outbound {
     /// For one tokenizer, by number.
     Tokenizer(usize, ToTokenizer),
-    /// For rank 0.
-    Scheduler(ToScheduler),
+    /// For the primary of a replica, by number.
+    Scheduler(usize, ToScheduler),
 }
 
 /// The engine's side of an [`EngineClient`].
@@ -53,6 +57,8 @@ pub struct EngineLink {
     pub outbound: mpsc::Receiver<Outbound>,
     /// Where received messages go.
     pub inbound: EngineInbound,
+    /// Children that have become ready since; for whoever starts replicas again.
+    pub ready: Option<mpsc::UnboundedReceiver<Ready>>,
 }
 
 impl EngineLink {
@@ -102,11 +108,19 @@ pub(crate) enum Event {
 }
 
 impl EngineClient {
-    /// A client for `tokenizers` tokenizer processes (at least 1) that keeps at most
+    /// A client for `tokenizers` tokenizer processes (at least 1) and one replica that keeps at most
     /// `requests_open_max` requests open, and the link that the engine's side drives.
     pub fn new(tokenizers: usize, requests_open_max: usize) -> (Self, EngineLink) {
-        let (outbound, outbound_rx) = mpsc::channel(2 * requests_open_max + OUTBOUND_SPARE);
-        let registry = Arc::new(Registry::new(requests_open_max));
+        Self::with_replicas(tokenizers, Replication::single(requests_open_max))
+    }
+
+    /// The same for several replicas.
+    pub fn with_replicas(tokenizers: usize, replication: Replication) -> (Self, EngineLink) {
+        // A request and its abort; where requests can move, once more at the same time.
+        let places = if replication.replicas > 1 { 4 } else { 2 };
+        let (outbound, outbound_rx) = mpsc::channel(places * replication.total_open_max() + OUTBOUND_SPARE);
+        let (ready_tx, ready) = mpsc::unbounded_channel();
+        let registry = Arc::new(Registry::new(replication, ready_tx));
         let client = Self {
             outbound,
             tokenizers: tokenizers.max(1),
@@ -114,12 +128,13 @@ impl EngineClient {
             next_query: Arc::new(AtomicU64::new(1)),
             registry: registry.clone(),
         };
-        (client, EngineLink { outbound: outbound_rx, inbound: EngineInbound { registry } })
+        let inbound = EngineInbound { registry };
+        (client, EngineLink { outbound: outbound_rx, inbound, ready: Some(ready) })
     }
 
     /// Submits the requests of one HTTP request; choice `i` of the answer is `requests[i]`. Each `n` in a row
-    /// have the same prompt: they go to one tokenizer, so that they reach the scheduler in order and share the
-    /// first one's prefill.
+    /// have the same prompt: they go to one replica through one tokenizer, so that they reach its scheduler in order
+    /// and share the first one's prefill.
     ///
     /// Errors with a 503 when the server is draining, failed or full, and with a 400 when even an idle one could not
     /// take so many at once; then nothing was sent.
@@ -129,12 +144,15 @@ impl EngineClient {
         n: usize,
         caller: Caller,
     ) -> Result<Generation, Refusal> {
-        if requests.len() > self.requests_open_max() {
-            return Err(too_many_choices(requests.len(), self.requests_open_max()));
+        let of_one_prompt = n.min(requests.len());
+        let of_replica = self.requests_open_max() / self.replicas();
+        for (choices, max) in [(requests.len(), self.requests_open_max()), (of_one_prompt, of_replica)] {
+            if choices > max {
+                return Err(too_many_choices(choices, max));
+            }
         }
         let (sender, events) = events::channel(requests.len());
-        let mut entries = Vec::with_capacity(requests.len());
-        let mut sends = Vec::with_capacity(requests.len());
+        let mut openings = Vec::with_capacity(requests.len());
         let mut tokenizer = 0;
         let now = Instant::now();
         for (choice, request) in requests.into_iter().enumerate() {
@@ -144,9 +162,13 @@ impl EngineClient {
             }
             let (send, abort) = (self.reserve()?, self.reserve()?);
             let entry = Entry {
+                id,
                 sender: sender.clone(),
                 choice,
                 tokenizer,
+                // The registry chooses it.
+                replica: 0,
+                request: None,
                 abort,
                 usage: Usage::default(),
                 asks_timing: request.text.timing,
@@ -155,34 +177,35 @@ impl EngineClient {
                     Caller::HealthCheck => None,
                 },
             };
-            entries.push((id, entry));
             let NewRequest { prompt, tokenizing, sampling, text, cache_salt, priority } = request;
-            let request = GenerateRequest { id, prompt, tokenizing, sampling, text, cache_salt, priority };
-            let message = ToTokenizer::Generate(Box::new(request));
-            sends.push((send, Outbound::Tokenizer(tokenizer, message)));
+            let request =
+                GenerateRequest { id, replica: 0, prompt, tokenizing, sampling, text, cache_salt, priority };
+            openings.push(Opening { entry, request: Box::new(request), send });
         }
-        let ids = entries.iter().map(|(id, _)| *id).collect();
-        self.registry.open(entries, sends)?;
+        let ids = openings.iter().map(|opening| opening.request.id).collect();
+        self.registry.open(openings, n)?;
         Ok(Generation { events, ids, names: Vec::new(), registry: self.registry.clone() })
     }
 
     /// A place in the outbound channel.
     fn reserve(&self) -> Result<OwnedPermit<Outbound>, Refusal> {
         self.outbound.clone().try_reserve_owned().map_err(|e| match e {
-            TrySendError::Full(_) => registry::queue_full(self.registry.requests_open_max),
+            TrySendError::Full(_) => replicas::queue_full(self.registry.requests_open_max),
             TrySendError::Closed(_) => Refusal::unavailable("the engine is gone; the server is stopping"),
         })
     }
 
-    /// Tells every tokenizer, then rank 0, to finish and exit. For the launcher, after
-    /// [`serve`](crate::serve) returned; rank 0 passes it on to the other ranks and the
-    /// detokenizer.
+    /// Tells every tokenizer, then the primary of every replica, to finish and exit. For the launcher, after
+    /// [`serve`](crate::serve) returned; a primary passes it on to the other ranks of its replica and to the
+    /// detokenizer, which ends with the last one.
     pub async fn shutdown_children(&self) {
         for tokenizer in 0..self.tokenizers {
             // A closed channel means that the dispatcher is gone and with it the children's ears.
             let _ = self.outbound.send(Outbound::Tokenizer(tokenizer, ToTokenizer::Shutdown)).await;
         }
-        let _ = self.outbound.send(Outbound::Scheduler(ToScheduler::Shutdown)).await;
+        for replica in 0..self.replicas() {
+            let _ = self.outbound.send(Outbound::Scheduler(replica, ToScheduler::Shutdown)).await;
+        }
     }
 
     /// Why requests are refused at the moment, if they are.
@@ -204,9 +227,56 @@ impl EngineClient {
         self.registry.resume();
     }
 
-    /// Some process does not answer, as far as can be seen: `/health` and its like say so, requests are still
-    /// admitted, since it may answer again. `None`: all answer.
-    pub fn set_suspicion(&self, suspicion: Option<String>) {
+    /// Replica `replica` has gone and another one is being started in its place, while others serve. Its requests
+    /// that have no token yet move to other replicas, the others end with `cause`; how many moved and how many ended.
+    pub fn lose_replica(&self, replica: usize, cause: &str) -> (usize, usize) {
+        let message = format!("replica {replica} is restarted: {cause}; try again");
+        let refusal = Refusal::unavailable(message).with_code("engine_restarting");
+        let resending = Resending {
+            fresh_id: &|| RequestId(self.next_request.fetch_add(1, Ordering::Relaxed)),
+            places: &|| Ok((self.reserve()?, self.reserve()?)),
+        };
+        self.registry.lose(replica, &refusal, &resending)
+    }
+
+    /// A new replica `replica` is ready, and its primary reads the inbox called `inbox`: it gets requests again.
+    pub async fn rejoin_replica(&self, replica: usize, inbox: &str) {
+        for tokenizer in 0..self.tokenizers {
+            let started = ToTokenizer::ReplicaStarted { replica, inbox: inbox.into() };
+            // A closed channel means that the dispatcher is gone, which the launcher sees as well.
+            let _ = self.outbound.send(Outbound::Tokenizer(tokenizer, started)).await;
+        }
+        self.registry.with_replicas(|replicas| replicas.rejoin(replica));
+    }
+
+    /// Stops sending requests to a replica, or goes on with it; those that it has go on. Panics when there is no
+    /// such replica.
+    pub(crate) fn set_draining(&self, replica: usize, is_draining: bool) -> ReplicaStatus {
+        self.registry.with_replicas(|replicas| {
+            replicas.set_draining(replica, is_draining);
+            replicas.status().swap_remove(replica)
+        })
+    }
+
+    /// What the replicas do.
+    pub(crate) fn replica_status(&self) -> Vec<ReplicaStatus> {
+        self.registry.replica_status()
+    }
+
+    /// How requests are spread over the replicas.
+    pub(crate) fn policy(&self) -> router::DpPolicy {
+        self.registry.with_replicas(|replicas| replicas.policy())
+    }
+
+    /// Number of replicas.
+    pub(crate) fn replicas(&self) -> usize {
+        self.registry.replicas
+    }
+
+    /// Some process does not answer, as far as can be seen: requests are still admitted, since it may answer again.
+    /// Where that concerns certain replicas only, requests go to others; where it concerns all that serve, or the
+    /// whole server (`replicas` is empty), `/health` and its like say so. `None`: all answer.
+    pub fn set_suspicion(&self, suspicion: Option<(String, Vec<usize>)>) {
         self.registry.set_suspicion(suspicion);
     }
 

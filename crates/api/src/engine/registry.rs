@@ -2,28 +2,36 @@
 //!
 //! **Invariants:** a request is in the table exactly while the engine may still send for it and
 //! nobody has aborted it; taking it out and deciding its end is one step under one lock, so it is
-//! aborted at most once and never after its finish. The lock is never held across an await.
+//! aborted at most once and never after its finish. A request that moves to another replica gets another id, and
+//! the old one is aborted. The lock is never held across an await.
 
 use super::events::EventSender;
+use super::replicas::{ReplicaStatus, Replicas, Replication, queue_full};
 use super::{Event, Outbound};
 use crate::statistics::{End, Life, Statistics};
 use lockstep_core::{FinishReason, Refusal, RequestId};
-use lockstep_wire::{Delta, EngineInfo, TextAnswer, ToApi, ToTokenizer, Usage};
+use lockstep_wire::{Delta, EngineInfo, GenerateRequest, Ready, TextAnswer, ToApi, ToTokenizer, Usage};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
-use tokio::sync::mpsc::OwnedPermit;
+use tokio::sync::mpsc::{OwnedPermit, UnboundedSender};
 use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 
 /// An open request.
 #[derive(Debug)]
 pub(super) struct Entry {
+    /// As the answer knows it.
+    pub(super) id: RequestId,
     /// Where its events go.
     pub(super) sender: EventSender,
     /// Its index among the choices of the answer.
     pub(super) choice: usize,
     /// The tokenizer that took it.
     pub(super) tokenizer: usize,
+    /// The replica that answers it.
+    pub(super) replica: usize,
+    /// The request itself, until it has begun, where another replica could take it over.
+    pub(super) request: Option<Box<GenerateRequest>>,
     /// The reserved place of its abort.
     pub(super) abort: OwnedPermit<Outbound>,
     /// Token counts as last reported.
@@ -37,8 +45,27 @@ pub(super) struct Entry {
 impl Entry {
     /// Sends the abort behind the request itself.
     fn abort(self, id: RequestId) {
-        self.abort.send(Outbound::Tokenizer(self.tokenizer, ToTokenizer::Abort(id)));
+        let abort = ToTokenizer::Abort { id, replica: self.replica };
+        self.abort.send(Outbound::Tokenizer(self.tokenizer, abort));
     }
+}
+
+/// A request on its way into the table and to its tokenizer.
+#[derive(Debug)]
+pub(super) struct Opening {
+    /// Whose replica is not known yet.
+    pub(super) entry: Entry,
+    /// The same.
+    pub(super) request: Box<GenerateRequest>,
+    pub(super) send: OwnedPermit<Outbound>,
+}
+
+/// How a request that moves is sent again.
+pub(super) struct Resending<'a> {
+    /// A new id: nothing that the old replica still says of the request is taken for the new one's.
+    pub(super) fresh_id: &'a dyn Fn() -> RequestId,
+    /// Places for a request and for its abort.
+    pub(super) places: &'a dyn Fn() -> Result<(OwnedPermit<Outbound>, OwnedPermit<Outbound>), Refusal>,
 }
 
 /// The answer to a query, from rank 0 or a tokenizer.
@@ -53,27 +80,62 @@ pub(super) enum Reply {
     Flight(Result<Vec<String>, String>),
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Table {
+    /// By the id that the engine knows.
     requests: HashMap<RequestId, Entry>,
+    /// The ids by which the engine knows requests that were moved, by those that the answers know.
+    moved: HashMap<RequestId, RequestId>,
+    replicas: Replicas,
     /// The requests of the answers with a name; several answers may have the same.
     names: HashMap<String, Vec<RequestId>>,
-    queries: BTreeMap<u64, oneshot::Sender<Reply>>,
+    queries: BTreeMap<u64, Query>,
     /// Why new requests are refused.
     refusing: Option<Refusal>,
     /// Nothing more will come from the engine.
     closed: bool,
-    /// Which process does not answer.
-    suspicion: Option<String>,
+    /// Which process does not answer, and the replicas it concerns; none: the whole server.
+    suspicion: Option<(String, Vec<usize>)>,
     statistics: Statistics,
 }
 
+/// An open question.
+#[derive(Debug)]
+struct Query {
+    sender: oneshot::Sender<Reply>,
+    /// The replica that was asked, if it was one.
+    replica: Option<usize>,
+}
+
 impl Table {
-    /// Takes a request out, which has ended so.
+    /// Takes the request out that the engine knows by `id`, which goes on elsewhere or is measured later.
+    fn remove(&mut self, id: RequestId) -> Option<Entry> {
+        let entry = self.requests.remove(&id)?;
+        self.replicas.release(entry.replica, 1);
+        Some(entry)
+    }
+
+    /// The same of one that has ended so.
     fn take(&mut self, id: RequestId, end: End) -> Option<Entry> {
-        let mut entry = self.requests.remove(&id)?;
+        let mut entry = self.remove(id)?;
         self.count(id, &mut entry, end, Instant::now());
         Some(entry)
+    }
+
+    /// Takes out a request of an answer, with the id that the engine knows.
+    fn take_of_answer(&mut self, id: RequestId, end: End) -> Option<(RequestId, Entry)> {
+        let id = self.moved.get(&id).copied().unwrap_or(id);
+        Some((id, self.take(id, end)?))
+    }
+
+    fn take_all(&mut self, end: End) -> HashMap<RequestId, Entry> {
+        let mut all = std::mem::take(&mut self.requests);
+        let now = Instant::now();
+        for (id, entry) in &mut all {
+            self.replicas.release(entry.replica, 1);
+            self.count(*id, entry, end, now);
+        }
+        all
     }
 
     /// Measures a request that has ended, and tells of it where traces are collected.
@@ -83,51 +145,100 @@ impl Table {
             life.trace(id, end, entry.usage, now);
         }
     }
+
+    /// Sends a request, which has not begun, to another replica; what is left when it is refused there.
+    fn resend(
+        &mut self,
+        (old, mut entry): (RequestId, Entry),
+        mut request: Box<GenerateRequest>,
+        resending: &Resending<'_>,
+    ) -> Option<(Entry, Refusal)> {
+        let (send, abort) = match (resending.places)() {
+            Ok(places) => places,
+            Err(refusal) => return Some((entry, refusal)),
+        };
+        let replica = match self.replicas.take(&request.prompt, request.cache_salt.as_deref(), 1) {
+            Ok(replica) => replica,
+            Err(refusal) => return Some((entry, refusal)),
+        };
+        let id = (resending.fresh_id)();
+        (request.id, request.replica) = (id, replica);
+        let tokenizer = entry.tokenizer;
+        self.moved.insert(entry.id, id);
+        let from = std::mem::replace(&mut entry.replica, replica);
+        let old_abort = std::mem::replace(&mut entry.abort, abort);
+        old_abort.send(Outbound::Tokenizer(tokenizer, ToTokenizer::Abort { id: old, replica: from }));
+        entry.request = Some(request.clone());
+        self.requests.insert(id, entry);
+        send.send(Outbound::Tokenizer(tokenizer, ToTokenizer::Generate(request)));
+        None
+    }
 }
 
 #[derive(Debug)]
 pub(super) struct Registry {
     table: Mutex<Table>,
+    /// Where children that start later say that they are ready.
+    ready: UnboundedSender<Ready>,
     /// Generations alive and questions open; drain waits for zero.
     answers: watch::Sender<usize>,
     pub(super) requests_open_max: usize,
-}
-
-/// The 503 of a full server.
-pub(super) fn queue_full(requests_open_max: usize) -> Refusal {
-    Refusal::unavailable(format!(
-        "the server has {requests_open_max} requests open, its limit; try again later"
-    ))
-    .with_code("queue_full")
+    pub(super) replicas: usize,
 }
 
 impl Registry {
-    pub(super) fn new(requests_open_max: usize) -> Self {
-        Self { table: Mutex::default(), answers: watch::Sender::new(0), requests_open_max }
+    pub(super) fn new(replication: Replication, ready: UnboundedSender<Ready>) -> Self {
+        let table = Table {
+            requests: HashMap::new(),
+            moved: HashMap::new(),
+            replicas: Replicas::new(replication),
+            names: HashMap::new(),
+            queries: BTreeMap::new(),
+            refusing: None,
+            closed: false,
+            suspicion: None,
+            statistics: Statistics::default(),
+        };
+        Self {
+            table: Mutex::new(table),
+            ready,
+            answers: watch::Sender::new(0),
+            requests_open_max: replication.total_open_max(),
+            replicas: replication.replicas,
+        }
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
         self.table.lock().expect("invariant: nothing panics while holding the table")
     }
 
-    /// Opens the requests of one answer, all or none, and sends them. Both under the lock: from the
-    /// moment an entry can be taken out and aborted, its request is on the way.
-    pub(super) fn open(
-        &self,
-        entries: Vec<(RequestId, Entry)>,
-        sends: Vec<(OwnedPermit<Outbound>, Outbound)>,
-    ) -> Result<(), Refusal> {
+    /// Opens the requests of one answer, all or none, and sends them; each `n` in a row have the same prompt and
+    /// go to one replica. All under the lock: from the moment an entry can be taken out and aborted, its request is
+    /// on the way.
+    pub(super) fn open(&self, openings: Vec<Opening>, n: usize) -> Result<(), Refusal> {
         let mut table = self.table();
         if let Some(refusal) = &table.refusing {
             return Err(refusal.clone());
         }
-        if table.requests.len() + entries.len() > self.requests_open_max {
-            return Err(queue_full(self.requests_open_max));
+        let mut taken = Vec::new();
+        for group in openings.chunks(n.max(1)) {
+            let GenerateRequest { prompt, cache_salt, .. } = &*group[0].request;
+            match table.replicas.take(prompt, cache_salt.as_deref(), group.len()) {
+                Ok(replica) => taken.push((replica, group.len())),
+                Err(refusal) => {
+                    taken.iter().for_each(|(replica, count)| table.replicas.release(*replica, *count));
+                    return Err(refusal);
+                }
+            }
         }
-        entries.iter().filter(|(_, entry)| entry.life.is_some()).for_each(|_| table.statistics.submitted());
-        table.requests.extend(entries);
-        for (permit, message) in sends {
-            permit.send(message);
+        let replicas = taken.into_iter().flat_map(|(replica, count)| std::iter::repeat_n(replica, count));
+        for (Opening { mut entry, mut request, send }, replica) in openings.into_iter().zip(replicas) {
+            (entry.replica, request.replica) = (replica, replica);
+            entry.request = (self.replicas > 1).then(|| request.clone());
+            let tokenizer = entry.tokenizer;
+            entry.life.iter().for_each(|_| table.statistics.submitted());
+            table.requests.insert(request.id, entry);
+            send.send(Outbound::Tokenizer(tokenizer, ToTokenizer::Generate(request)));
         }
         self.answers.send_modify(|count| *count += 1);
         Ok(())
@@ -148,7 +259,7 @@ impl Registry {
                 None => table.requests.keys().copied().collect(),
             };
             ids.sort_unstable();
-            ids.iter().filter_map(|id| Some((*id, table.take(*id, End::Abort)?))).collect()
+            ids.iter().filter_map(|id| table.take_of_answer(*id, End::Abort)).collect()
         };
         let count = aborted.len();
         for (id, entry) in aborted {
@@ -170,7 +281,11 @@ impl Registry {
                     table.names.remove(name);
                 }
             }
-            ids.iter().filter_map(|id| Some((*id, table.take(*id, End::Left)?))).collect()
+            let left = ids.iter().filter_map(|id| table.take_of_answer(*id, End::Left)).collect();
+            for id in ids {
+                table.moved.remove(id);
+            }
+            left
         };
         if let Some((first, _)) = left.first() {
             tracing::info!(request = %first, requests = left.len(), "answer no longer wanted (the client left), aborting");
@@ -186,6 +301,7 @@ impl Registry {
     pub(super) fn expect_reply(
         &self,
         query: u64,
+        replica: Option<usize>,
         is_work: bool,
     ) -> Result<oneshot::Receiver<Reply>, Refusal> {
         let (sender, receiver) = oneshot::channel();
@@ -197,7 +313,7 @@ impl Registry {
             }
             _ => {}
         }
-        table.queries.insert(query, sender);
+        table.queries.insert(query, Query { sender, replica });
         if is_work {
             self.answers.send_modify(|count| *count += 1);
         }
@@ -213,15 +329,73 @@ impl Registry {
     }
 
     pub(super) fn refusing(&self) -> Option<Refusal> {
-        self.table().refusing.clone()
+        let table = self.table();
+        table.refusing.clone().or_else(|| table.replicas.refusing())
     }
 
-    pub(super) fn set_suspicion(&self, suspicion: Option<String>) {
-        self.table().suspicion = suspicion;
+    pub(super) fn set_suspicion(&self, suspicion: Option<(String, Vec<usize>)>) {
+        let mut table = self.table();
+        let suspects = suspicion.as_ref().map(|(_, replicas)| &replicas[..]).unwrap_or_default();
+        table.replicas.set_suspects(suspects);
+        table.suspicion = suspicion;
     }
 
+    /// Which process does not answer, where that keeps requests from being answered.
     pub(super) fn suspicion(&self) -> Option<String> {
-        self.table().suspicion.clone()
+        let table = self.table();
+        let (text, replicas) = table.suspicion.as_ref()?;
+        (replicas.is_empty() || !table.replicas.any_serving()).then(|| text.clone())
+    }
+
+    /// Changes what is known of the replicas.
+    pub(super) fn with_replicas<T>(&self, change: impl FnOnce(&mut Replicas) -> T) -> T {
+        change(&mut self.table().replicas)
+    }
+
+    pub(super) fn replica_status(&self) -> Vec<ReplicaStatus> {
+        self.table().replicas.status()
+    }
+
+    /// A replica has gone: requests that have not begun move to others, the others end with `refusal`; how many
+    /// moved and how many ended.
+    pub(super) fn lose(
+        &self,
+        replica: usize,
+        refusal: &Refusal,
+        resending: &Resending<'_>,
+    ) -> (usize, usize) {
+        let (mut moved, mut ended) = (0, Vec::new());
+        {
+            let mut table = self.table();
+            table.replicas.lose(replica, refusal.clone());
+            table.queries.retain(|_, query| query.replica != Some(replica));
+            let mut ids: Vec<RequestId> =
+                table.requests.iter().filter(|(_, e)| e.replica == replica).map(|(id, _)| *id).collect();
+            ids.sort_unstable();
+            for id in ids {
+                let Some(mut entry) = table.remove(id) else { continue };
+                let left = match entry.request.take() {
+                    Some(request) => table.resend((id, entry), request, resending),
+                    None => Some((entry, refusal.clone())),
+                };
+                match left {
+                    Some((mut entry, refusal)) => {
+                        table.count(id, &mut entry, End::Failed, Instant::now());
+                        ended.push((id, entry, refusal));
+                    }
+                    None => {
+                        table.replicas.note_moved(replica);
+                        moved += 1;
+                    }
+                }
+            }
+        }
+        let count = ended.len();
+        for (id, entry, refusal) in ended {
+            entry.sender.send(entry.choice, Event::Refused(refusal));
+            entry.abort(id);
+        }
+        (moved, count)
     }
 
     pub(super) fn requests_open(&self) -> usize {
@@ -246,10 +420,7 @@ impl Registry {
             table.refusing = Some(refusal.clone());
             table.closed = true;
             table.queries.clear();
-            let mut requests = std::mem::take(&mut table.requests);
-            let now = Instant::now();
-            requests.iter_mut().for_each(|(id, entry)| table.count(*id, entry, End::Failed, now));
-            requests
+            table.take_all(End::Failed)
         };
         let count = requests.len();
         for (id, entry) in requests {
@@ -262,6 +433,7 @@ impl Registry {
     pub(super) fn resume(&self) {
         let mut table = self.table();
         (table.refusing, table.closed) = (None, false);
+        table.replicas.renew();
     }
 
     pub(super) async fn idle(&self) {
@@ -276,6 +448,7 @@ impl Registry {
         let id = delta.id;
         let Some(entry) = requests.get_mut(&id) else { return };
         entry.usage = delta.usage;
+        entry.request = None;
         if let Some(life) = &mut entry.life {
             statistics.delta(life, &delta, now);
         }
@@ -283,8 +456,7 @@ impl Registry {
         let Some(finish) = delta.finish else {
             return entry.sender.send(entry.choice, Event::Delta(delta));
         };
-        let Some(mut entry) = requests.remove(&id) else { return };
-        table.count(id, &mut entry, finish.into(), now);
+        let Some(entry) = table.take(id, finish.into()) else { return };
         drop(table);
         if finish == FinishReason::NoToken {
             let refusal = no_token_left(delta.usage.completion_tokens);
@@ -311,7 +483,7 @@ impl Registry {
     }
 
     fn deliver_reply(&self, query: u64, reply: Reply) {
-        if let Some(sender) = self.table().queries.remove(&query) {
+        if let Some(Query { sender, .. }) = self.table().queries.remove(&query) {
             // Errors only when nobody waits any more.
             let _ = sender.send(reply);
         }
@@ -350,7 +522,7 @@ pub struct EngineInbound {
 
 impl EngineInbound {
     /// Hands one message to whoever waits for it. Messages for requests that ended (late deltas
-    /// after an abort) are ignored; so are start-up messages, which the launcher has consumed.
+    /// after an abort) are ignored; so is the progress of a replica that loads while others serve.
     pub fn deliver(&self, message: ToApi) {
         match message {
             ToApi::Deltas(deltas) => {
@@ -368,8 +540,12 @@ impl EngineInbound {
             ToApi::FlightWritten { query, result } => {
                 self.registry.deliver_reply(query, Reply::Flight(result));
             }
-            ToApi::Loading { .. } | ToApi::Ready(_) => {
-                tracing::warn!("start-up message after start-up ignored")
+            ToApi::Loading { .. } => {}
+            ToApi::Ready(ready) => {
+                let role = ready.role;
+                if self.registry.ready.send(*ready).is_err() {
+                    tracing::warn!("{role:?} says that it is ready, but nobody waits for it");
+                }
             }
         }
     }

@@ -65,25 +65,30 @@ fn encode_collectives(encoder: &mut DescriptorEncoder<'_>, watched: &Watched) ->
 }
 
 fn encode_lateness(encoder: &mut DescriptorEncoder<'_>, watched: &Watched) -> std::fmt::Result {
-    let lateness = lateness(watched, Track::Tensors);
-    if lateness.is_empty() {
+    let by_replica = watched.by_replica().map(|marks| lateness(watched, marks, Track::Tensors));
+    let by_replica: Vec<Vec<f64>> = by_replica.collect();
+    if by_replica.iter().all(Vec::is_empty) {
         return Ok(());
     }
     let help = "How much later than the first rank a rank came to a collective of tensors: the mean over the latest.";
     let name = "rank_lateness_seconds";
     let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-    for (rank, seconds) in lateness.into_iter().enumerate() {
-        let labels = [("rank", rank.to_string())];
-        ConstGauge::new(seconds).encode(family.encode_family(&labels)?)?;
+    let replica_size = watched.ranks.len() / by_replica.len();
+    for (replica, lateness) in by_replica.iter().enumerate() {
+        for (at, seconds) in lateness.iter().enumerate() {
+            let labels = [("rank", (replica * replica_size + at).to_string())];
+            ConstGauge::new(*seconds).encode(family.encode_family(&labels)?)?;
+        }
     }
     Ok(())
 }
 
-/// Mean lateness by rank, over the latest operations that every rank's ring still holds; empty without any.
-fn lateness(watched: &Watched, track: Track) -> Vec<f64> {
+/// Mean lateness of the ranks `marks` of a replica, over the latest operations that every one's ring still holds;
+/// empty without any.
+fn lateness(watched: &Watched, marks: &[usize], track: Track) -> Vec<f64> {
     let mut arrivals: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
     let mut events = Vec::new();
-    for mark in &watched.ranks {
+    for mark in marks {
         events.clear();
         let end = watched.page.events_end(*mark, track);
         watched.page.events(*mark, track, end.saturating_sub(2 * LATEST), &mut events);
@@ -91,9 +96,9 @@ fn lateness(watched: &Watched, track: Track) -> Vec<f64> {
             arrivals.entry(event.sequence).or_default().push(event.at_ns);
         }
     }
-    let whole: Vec<_> = arrivals.into_values().filter(|times| times.len() == watched.ranks.len()).collect();
+    let whole: Vec<_> = arrivals.into_values().filter(|times| times.len() == marks.len()).collect();
     let Some(count) = (!whole.is_empty()).then_some(whole.len() as f64) else { return Vec::new() };
-    let mut late = vec![0.0; watched.ranks.len()];
+    let mut late = vec![0.0; marks.len()];
     for times in whole {
         let first = times.iter().copied().min().unwrap_or_default();
         times.iter().zip(&mut late).for_each(|(at, late)| *late += (at - first) as f64 / 1e9 / count);

@@ -377,6 +377,10 @@ fn operations() -> Value {
     let generated = json!({"status": status, "generate_ms": {"type": "number", "minimum": 0}});
     json!({
         "Flushed": object(flushed, json!({})),
+        "ReplicaState": object(
+            json!({"status": status, "replica": count(), "state": text(), "requests_open": count()}),
+            json!({}),
+        ),
         "Aborted": object(json!({"status": status, "requests_aborted": count()}), json!({})),
         "Generated": object(generated, json!({})),
         "ModelInfo": object(model, json!({})),
@@ -385,6 +389,7 @@ fn operations() -> Value {
 
 fn about_the_server() -> Value {
     let open = json!({"type": "object"});
+    let opens = list(open.clone());
     let process = json!({"name": text(), "pid": count(), "role": text(), "rank": or_null(count())});
     let process = object(process, json!({}));
     let model = json!({
@@ -396,7 +401,10 @@ fn about_the_server() -> Value {
         "Model": object(model, json!({})),
         "ModelList": object(json!({"object": {"const": "list"}, "data": list(of("Model"))}), json!({})),
         "Health": object(json!({"status": {"const": "ok"}}), json!({})),
-        "Ready": object(json!({"status": {"const": "ready"}, "token_age_seconds": {"type": "number"}}), json!({})),
+        "Ready": object(
+            json!({"status": {"const": "ready"}, "token_age_seconds": {"type": "number"}, "replicas": opens}),
+            json!({}),
+        ),
         "Version": object(json!({"version": text()}), json!({})),
         "Root": object(
             json!({"server": text(), "version": text(), "model": of("ServedModel"), "endpoints": list(text())}),
@@ -404,7 +412,8 @@ fn about_the_server() -> Value {
         ),
         "ServerInfo": object(
             json!({
-                "version": text(), "model": of("ServedModel"), "engine": open, "api": open,
+                "version": text(), "model": of("ServedModel"), "topology": open, "engine": open,
+                "replicas": opens, "api": open,
                 "processes": list(process),
             }),
             json!({}),

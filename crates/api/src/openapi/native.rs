@@ -3,6 +3,7 @@
 use super::fields::Kind::{Bool, Object, Shape, Text};
 use super::fields::{Field, FieldTable, Kind, read, required};
 use super::shapes;
+use crate::engine::router::REPLICAS_MAX;
 use crate::request::text::TEXTS_MAX;
 use serde_json::{Value, json};
 
@@ -14,6 +15,9 @@ pub(crate) const DETOKENIZE: FieldTable =
     FieldTable { name: "DetokenizeRequest", groups: &[DETOKENIZE_FIELDS] };
 /// `/abort_request`
 pub(crate) const ABORT: FieldTable = FieldTable { name: "AbortRequest", groups: &[ABORT_FIELDS] };
+
+/// `/drain_replica`, `/resume_replica`
+pub(crate) const REPLICA: FieldTable = FieldTable { name: "ReplicaRequest", groups: &[REPLICA_FIELDS] };
 
 #[rustfmt::skip]
 const TOKENIZE_FIELDS: &[Field] = &[
@@ -50,6 +54,11 @@ const ABORT_FIELDS: &[Field] = &[
     read("rid", Text, "this or `abort_all`", "the id of an answer"),
     read("request_id", Text, "", "another name of `rid`"),
     read("abort_all", Bool, "false", "ends every answer"),
+];
+
+#[rustfmt::skip]
+const REPLICA_FIELDS: &[Field] = &[
+    required("replica", Kind::Integer(0, REPLICAS_MAX as i128 - 1), "its number (`dp_rank`)"),
 ];
 
 const TEXTS: shapes::Shape = shapes::Shape {

@@ -5,8 +5,9 @@
 
 #![allow(dead_code)]
 
+use lockstep_api::engine::Replication;
 use lockstep_api::{
-    ApiConfig, Ended, EngineClient, EngineInbound, Outbound, ServerControl, ServerHandle, serve,
+    ApiConfig, Ended, EngineClient, EngineInbound, EngineLink, Outbound, ServerControl, ServerHandle, serve,
 };
 use lockstep_core::{FinishReason, Refusal, RequestId, TokenId};
 use lockstep_wire::{Delta, GenerateRequest, ToApi, ToTokenizer, Usage};
@@ -52,9 +53,17 @@ impl Server {
     }
 
     pub async fn start_with(config: ApiConfig, tokenizers: usize, requests_open_max: usize) -> Self {
+        Self::run(config, EngineClient::new(tokenizers, requests_open_max)).await
+    }
+
+    /// With one tokenizer and several replicas.
+    pub async fn start_replicas(config: ApiConfig, replication: Replication) -> Self {
+        Self::run(config, EngineClient::with_replicas(1, replication)).await
+    }
+
+    async fn run(config: ApiConfig, (client, link): (EngineClient, EngineLink)) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let (client, link) = EngineClient::new(tokenizers, requests_open_max);
         let (handle, control) = ServerControl::new();
         let served = tokio::spawn(serve(listener, config, client.clone(), control));
         let engine = FakeEngine { outbound: link.outbound, inbound: link.inbound };
@@ -97,7 +106,7 @@ impl FakeEngine {
 
     /// The next message must be the abort of `id` at `tokenizer`.
     pub async fn expect_abort(&mut self, tokenizer: usize, id: RequestId) {
-        assert_eq!(self.next().await, Outbound::Tokenizer(tokenizer, ToTokenizer::Abort(id)));
+        assert_eq!(self.next().await, Outbound::Tokenizer(tokenizer, ToTokenizer::Abort { id, replica: 0 }));
     }
 
     pub fn expect_silence(&mut self) {

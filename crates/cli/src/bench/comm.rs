@@ -84,7 +84,7 @@ fn checked(flags: &CommFlags) -> anyhow::Result<(GpuPlan, DType)> {
         anyhow::bail!("--hidden {hidden} is no multiple of 8, which the kernels take");
     }
     let dtype = DtypeFlag { dtype: flags.dtype.clone() }.convert()?.unwrap_or(DType::Bf16);
-    match flags.gpus.device(&flags.device, None, flags.tp)? {
+    match flags.gpus.device(&flags.device, None, (flags.tp, 1))? {
         DeviceConfig::Cuda { gpus, .. } => Ok((gpus, dtype)),
         DeviceConfig::Cpu => anyhow::bail!(
             "--device {} has its collectives measured by `lockstep bench hw`; use cuda here",

@@ -127,13 +127,21 @@ impl Engine {
         let (model, dummy_weights) = described(flags, &path)?;
         lockstep_core::shard::check_tp_size(&model, flags.tp as i64)
             .map_err(CliError::with(ExitCode::Flags))?;
-        let device =
-            flags.gpus.device(&flags.device, flags.memory.memory_ratio, flags.tp).map_err(&flag_error)?;
+        let device = flags
+            .gpus
+            .device(&flags.device, flags.memory.memory_ratio, (flags.tp, 1))
+            .map_err(&flag_error)?;
         let threads = flags.threads.unwrap_or_else(super::cores).div_ceil(flags.tp).max(1);
         let (memory_budget_bytes, memory_budget_origin) =
             serve::budget(flags.memory.memory_ratio.unwrap_or(serve::CPU_MEMORY_RATIO), flags.tp)?;
         let unused = || Endpoint::private("bench", "unused");
-        let links = RankLinks { inbox: unused(), broadcast: unused(), detokenizer: unused(), api: unused() };
+        let links = RankLinks {
+            replica: 0,
+            inbox: unused(),
+            broadcast: unused(),
+            detokenizer: unused(),
+            api: unused(),
+        };
         let config = RankConfig {
             parallel: ParallelInfo::SINGLE,
             model: path,

@@ -4,7 +4,7 @@ use lockstep_comm::link::{Context, Endpoint, LinkError, Receiver, Sender};
 use lockstep_comm::watch::WatchPage;
 use lockstep_core::ExitCode;
 use lockstep_tokenizer::worker::{
-    DetokenizerLinks, TokenizerLinks, WatchedInbox, run_detokenizer, run_shared, run_tokenizer,
+    DetokenizerLinks, Reconnect, TokenizerLinks, WatchedInbox, run_detokenizer, run_shared, run_tokenizer,
 };
 use lockstep_tokenizer::{TextModel, TextOptions, TokenizerError};
 use lockstep_wire::{Ready, Role, ToApi, ToDetokenizer, ToScheduler, ToTokenizer};
@@ -14,6 +14,9 @@ use std::sync::Arc;
 
 /// Messages that may wait for a receiver before the sender has to.
 const QUEUE_LEN_MAX: i32 = 4096;
+/// The same towards a replica's primary. More than the api lets be open: one that is stopped must not hold up what is
+/// meant for others, until it is given up.
+const SCHEDULER_QUEUE_LEN_MAX: i32 = 1 << 16;
 
 /// What the launcher tells a text process.
 #[derive(Debug, Serialize, Deserialize)]
@@ -30,8 +33,8 @@ pub struct TextConfig {
     pub context_max: usize,
     /// Rows of the model's embedding.
     pub vocab_size: usize,
-    /// Rank 0's inbox.
-    pub scheduler: Endpoint,
+    /// The inbox of each replica's primary.
+    pub schedulers: Vec<Endpoint>,
     /// The api's inbox.
     pub api: Endpoint,
 }
@@ -46,14 +49,14 @@ pub enum Duties {
     },
     /// Ids to text.
     Detokenize {
-        /// Tokens from rank 0.
+        /// Tokens from the primaries.
         detokenizer: Endpoint,
     },
     /// Both (`--num-tokenizer 0`).
     Both {
         /// Requests from the api.
         inbox: Endpoint,
-        /// Tokens from rank 0.
+        /// Tokens from the primaries.
         detokenizer: Endpoint,
     },
 }
@@ -107,26 +110,42 @@ fn try_run(config: &TextConfig, page: &WatchPage, mark: usize) -> Result<(), Tex
     let requests = |endpoint, mark| {
         Receiver::<ToTokenizer>::bind(&context, endpoint).map(|i| WatchedInbox::new(i, page.mark(mark)))
     };
-    let to_scheduler = || Sender::<ToScheduler>::connect(&context, &config.scheduler, QUEUE_LEN_MAX);
     let to_api = || Sender::<ToApi>::connect(&context, &config.api, QUEUE_LEN_MAX);
+    let replicas = config.schedulers.len();
     match &config.duties {
         Duties::Tokenize { inbox } => {
-            let links =
-                TokenizerLinks { inbox: requests(inbox, mark)?, scheduler: to_scheduler()?, api: to_api()? };
+            let links = tokenizer_links(config, &context, requests(inbox, mark)?)?;
             Ok(run_tokenizer(&load(config, &links.api)?, links)?)
         }
         Duties::Detokenize { detokenizer } => {
-            let links = DetokenizerLinks { inbox: tokens(detokenizer, mark)?, api: to_api()? };
+            let links = DetokenizerLinks { inbox: tokens(detokenizer, mark)?, replicas, api: to_api()? };
             Ok(run_detokenizer(&load(config, &links.api)?, links)?)
         }
         Duties::Both { inbox, detokenizer } => {
-            let first =
-                TokenizerLinks { inbox: requests(inbox, mark)?, scheduler: to_scheduler()?, api: to_api()? };
-            let second = DetokenizerLinks { inbox: tokens(detokenizer, mark + 1)?, api: to_api()? };
+            let first = tokenizer_links(config, &context, requests(inbox, mark)?)?;
+            let inbox = tokens(detokenizer, mark + 1)?;
+            let second = DetokenizerLinks { inbox, replicas, api: to_api()? };
             let model = load(config, &first.api)?;
             Ok(run_shared(Arc::new(model), first, second)?)
         }
     }
+}
+
+/// The ways out of a tokenizer, also to replicas that are started later.
+fn tokenizer_links<I>(
+    config: &TextConfig,
+    context: &Context,
+    inbox: I,
+) -> Result<TokenizerLinks<I, Sender<ToScheduler>, Sender<ToApi>>, LinkError> {
+    let connect = |context: &Context, inbox: &Endpoint| {
+        Sender::<ToScheduler>::connect(context, inbox, SCHEDULER_QUEUE_LEN_MAX)
+    };
+    let schedulers =
+        config.schedulers.iter().map(|inbox| connect(context, inbox)).collect::<Result<_, _>>()?;
+    let later = context.clone();
+    let reconnect: Reconnect<_> = Box::new(move |inbox| Ok(connect(&later, &Endpoint(inbox.into()))?));
+    let api = Sender::connect(context, &config.api, QUEUE_LEN_MAX)?;
+    Ok(TokenizerLinks { inbox, schedulers, reconnect, api })
 }
 
 /// Loads the text model and acknowledges.

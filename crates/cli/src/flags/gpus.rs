@@ -25,8 +25,9 @@ pub struct GpuFlags {
 const GPU_MEMORY_RATIO: f64 = 0.9;
 
 impl GpuFlags {
-    /// The GPUs of `ranks` ranks. Errors with one sentence when they cannot be those.
-    pub fn plan(&self, ranks: usize) -> Result<GpuPlan> {
+    /// The GPUs of the `tp` ranks of each of `dp` replicas. Errors with one sentence when they cannot be those.
+    pub fn plan(&self, tp: usize, dp: usize) -> Result<GpuPlan> {
+        let ranks = tp * dp;
         let listed = self.gpu_ids.len();
         if listed > 0 && listed != ranks {
             bail!("--gpu-ids names {listed} GPUs for {ranks} ranks; name one for each rank");
@@ -43,8 +44,8 @@ impl GpuFlags {
                 "--share-gpu needs what --disable-custom-all-reduce turns off: NCCL refuses ranks on one GPU"
             );
         }
-        if self.share_gpu && ranks != 1 && !SUM_RANKS.contains(&ranks) {
-            bail!("--share-gpu takes 1, 2, 4 or 8 ranks, not {ranks}");
+        if self.share_gpu && tp != 1 && !SUM_RANKS.contains(&tp) {
+            bail!("--share-gpu takes 1, 2, 4 or 8 ranks, not {tp}");
         }
         Ok(GpuPlan {
             ids: self.gpu_ids.clone(),
@@ -53,9 +54,14 @@ impl GpuFlags {
         })
     }
 
-    /// What `ranks` ranks compute on where `--device` names `device`; `memory_ratio` is of a GPU's free memory.
-    /// Errors when there are no GPUs and one was asked for.
-    pub fn device(&self, device: &str, memory_ratio: Option<f64>, ranks: usize) -> Result<DeviceConfig> {
+    /// What the `tp` ranks of each of `dp` replicas compute on where `--device` names `device`; `memory_ratio` is of a
+    /// GPU's free memory. Errors when there are no GPUs and one was asked for.
+    pub fn device(
+        &self,
+        device: &str,
+        memory_ratio: Option<f64>,
+        (tp, dp): (usize, usize),
+    ) -> Result<DeviceConfig> {
         let given = [
             ("--gpu-ids", !self.gpu_ids.is_empty()),
             ("--share-gpu", self.share_gpu),
@@ -67,7 +73,7 @@ impl GpuFlags {
             ("auto" | "cpu", Some((flag, _))) => bail!("{flag} is about GPUs; give --device cuda as well"),
             ("cuda", _) => Ok(DeviceConfig::Cuda {
                 memory_ratio: memory_ratio.unwrap_or(GPU_MEMORY_RATIO),
-                gpus: self.plan(ranks)?,
+                gpus: self.plan(tp, dp)?,
             }),
             _ => bail!("--device {device} is not known; use auto, cpu or cuda"),
         }
@@ -93,14 +99,17 @@ mod tests {
             (flags(&[], true, false), 3, &["1, 2, 4 or 8 ranks, not 3"]),
         ];
         for (flags, ranks, parts) in cases {
-            let text = flags.plan(ranks).unwrap_err().to_string();
+            let text = flags.plan(ranks, 1).unwrap_err().to_string();
             assert!(parts.iter().all(|part| text.contains(part)) && !text.contains('\n'), "{text}");
         }
-        assert_eq!(flags(&[3, 0], false, false).plan(2).unwrap().gpu_of(0), 3);
-        assert!(flags(&[0, 0], true, false).plan(2).is_ok());
-        let refused = flags(&[0, 1], false, false).device("cpu", None, 2).unwrap_err().to_string();
+        assert_eq!(flags(&[3, 0], false, false).plan(2, 1).unwrap().gpu_of(0), 3);
+        assert!(flags(&[0, 0], true, false).plan(2, 1).is_ok());
+        assert!(flags(&[0, 1, 2, 3], false, false).plan(2, 2).is_ok());
+        let few = flags(&[0, 1], false, false).plan(2, 2).unwrap_err().to_string();
+        assert!(few.contains("names 2 GPUs for 4 ranks"), "{few}");
+        let refused = flags(&[0, 1], false, false).device("cpu", None, (2, 1)).unwrap_err().to_string();
         assert!(refused.contains("--gpu-ids") && refused.contains("--device cuda"), "{refused}");
-        assert_eq!(flags(&[], false, false).device("auto", None, 2).unwrap(), DeviceConfig::Cpu);
-        assert!(flags(&[], false, false).device("tpu", None, 1).is_err());
+        assert_eq!(flags(&[], false, false).device("auto", None, (2, 1)).unwrap(), DeviceConfig::Cpu);
+        assert!(flags(&[], false, false).device("tpu", None, (1, 1)).is_err());
     }
 }

@@ -1,7 +1,9 @@
 //! How many processes and threads.
 
 use anyhow::{Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
+use lockstep_api::engine::Replication;
+use lockstep_api::engine::router::{DpPolicy, REPLICAS_MAX};
 
 /// Parallelism flags of `lockstep serve`.
 #[derive(Args, Debug)]
@@ -10,11 +12,26 @@ pub struct ParallelFlags {
     #[arg(long, visible_aliases = ["tp-size", "tensor-parallel-size"], default_value_t = 1, allow_negative_numbers = true)]
     pub tp: i64,
 
+    /// Data-parallel size: replicas of the whole model, each with `--tp` ranks and a KV pool of its own, behind one
+    /// API.
+    #[arg(long, visible_aliases = ["dp-size", "data-parallel-size"], default_value_t = 1, allow_negative_numbers = true)]
+    pub dp: i64,
+
+    /// With several replicas, which one gets a request: `prefix-affinity`: where most of its prompt was before, unless
+    /// that replica is too far ahead in load; `least-load`: where the fewest requests are open; `round-robin`.
+    #[arg(long, value_name = "POLICY", default_value = "prefix-affinity")]
+    pub dp_policy: DpPolicyFlag,
+
+    /// How many open requests a replica that is preferred for a prefix may be ahead of the least loaded one [default: a
+    /// quarter of --max-running].
+    #[arg(long, value_name = "REQUESTS")]
+    pub dp_load_bound: Option<usize>,
+
     /// Tokenizer processes; 0 means one worker that tokenizes and detokenizes.
     #[arg(long, default_value_t = 0)]
     pub num_tokenizer: usize,
 
-    /// Threads of each rank [default: cores / tp, at least 1].
+    /// Threads of each rank [default: cores / ranks, at least 1].
     #[arg(long)]
     pub threads: Option<usize>,
 
@@ -23,16 +40,46 @@ pub struct ParallelFlags {
     pub collective_timeout: f64,
 }
 
+/// Values of `--dp-policy`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DpPolicyFlag {
+    /// Where most of the prompt was before.
+    PrefixAffinity,
+    /// Where the fewest requests are open.
+    LeastLoad,
+    /// One after the other.
+    RoundRobin,
+}
+
+/// Most ranks of a server.
+const RANKS_MAX: usize = 256;
 /// Most tokenizer processes.
 const NUM_TOKENIZER_MAX: usize = 64;
 /// Most threads of a rank.
 const THREADS_MAX: usize = 512;
 
 impl ParallelFlags {
-    /// Threads of each of `tp` ranks on a machine with `cores`.
-    pub fn threads(&self, cores: usize, tp: usize) -> Result<usize> {
+    /// Replicas; an illegal number counts as 1 until [`Self::check`] refuses it.
+    pub fn replicas(&self) -> usize {
+        usize::try_from(self.dp).unwrap_or(1).clamp(1, REPLICAS_MAX)
+    }
+
+    /// How requests are spread over replicas of which each runs `running_max` requests and may have
+    /// `requests_open_max` open.
+    pub fn replication(&self, running_max: usize, requests_open_max: usize) -> Replication {
+        let policy = match self.dp_policy {
+            DpPolicyFlag::PrefixAffinity => DpPolicy::PrefixAffinity,
+            DpPolicyFlag::LeastLoad => DpPolicy::LeastLoad,
+            DpPolicyFlag::RoundRobin => DpPolicy::RoundRobin,
+        };
+        let load_bound = self.dp_load_bound.unwrap_or((running_max / 4).max(1));
+        Replication { replicas: self.replicas(), requests_open_max, policy, load_bound }
+    }
+
+    /// Threads of each of `ranks` ranks on a machine with `cores`.
+    pub fn threads(&self, cores: usize, ranks: usize) -> Result<usize> {
         match self.threads {
-            None => Ok((cores / tp).max(1)),
+            None => Ok((cores / ranks).max(1)),
             Some(n) if (1..=THREADS_MAX).contains(&n) => Ok(n),
             Some(n) => bail!("--threads {n} is outside 1..={THREADS_MAX}"),
         }
@@ -41,11 +88,21 @@ impl ParallelFlags {
     /// Child processes of the server: ranks, tokenizers, the detokenizer. An illegal `--tp` counts as 1: it is
     /// refused where the sizes that the model takes are known.
     pub fn children(&self) -> usize {
-        usize::try_from(self.tp).unwrap_or(1).max(1) + self.num_tokenizer + 1
+        let tp = usize::try_from(self.tp).unwrap_or(1).max(1);
+        tp.saturating_mul(self.replicas()) + self.num_tokenizer + 1
     }
 
     /// Checks that need no model.
     pub fn check(&self) -> Result<()> {
+        if !(1..=REPLICAS_MAX as i64).contains(&self.dp) {
+            bail!("--dp {} is outside 1..={REPLICAS_MAX} replicas", self.dp);
+        }
+        // What is wrong with --tp itself is said with the sizes that the model takes.
+        let tp = usize::try_from(self.tp).unwrap_or(1).max(1);
+        let ranks = tp.saturating_mul(self.replicas());
+        if self.dp > 1 && ranks > RANKS_MAX {
+            bail!("--tp {tp} with --dp {} makes {ranks} ranks, at most {RANKS_MAX} are possible", self.dp);
+        }
         if self.num_tokenizer > NUM_TOKENIZER_MAX {
             bail!("--num-tokenizer {} is above {NUM_TOKENIZER_MAX}", self.num_tokenizer);
         }

@@ -3,6 +3,7 @@
 use super::model::DtypeFlag;
 use anyhow::{Result, bail};
 use clap::Args;
+use lockstep_api::engine::router::REPLICAS_MAX;
 use lockstep_core::limits::PAGE_SIZE_MAX;
 use lockstep_planner::Workload;
 use std::path::PathBuf;
@@ -31,6 +32,10 @@ pub struct PlanFlags {
     /// Requests at once [default: 32, CPU 8].
     #[arg(long)]
     pub concurrency: Option<usize>,
+
+    /// Replicas that share the requests, each with ranks of its own; they share a CPU's memory and cores.
+    #[arg(long, visible_aliases = ["dp-size", "data-parallel-size"], default_value_t = 1)]
+    pub dp: usize,
 
     /// Prefill tokens of a step [default: 8192, CPU 512].
     #[arg(long)]
@@ -66,6 +71,9 @@ impl PlanFlags {
             if !(1..=1 << 24).contains(&value) {
                 bail!("{flag} {value} is outside 1 to {}", 1 << 24);
             }
+        }
+        if !(1..=REPLICAS_MAX).contains(&load.replicas) {
+            bail!("--dp {} is outside 1..={REPLICAS_MAX} replicas", load.replicas);
         }
         if !(1..=PAGE_SIZE_MAX).contains(&load.page_size) {
             bail!("--page-size {} is outside 1 to {PAGE_SIZE_MAX}", load.page_size);

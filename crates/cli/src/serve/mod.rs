@@ -3,7 +3,7 @@
 //! 1. [`plan`]: everything that can be refused is refused before a process is started.
 //! 2. [`spawn`]: one child per rank, tokenizers, detokenizer; shared memory; link names.
 //! 3. [`ready`]: wait for acknowledgements while watching every child.
-//! 4. [`serving`]: listen, answer, watch; drain, fail or [`restart`].
+//! 4. [`serving`]: listen, answer, watch; drain, fail or [`restart`], or start one replica again ([`revival`]).
 //!
 //! The launcher's exit code and last line are decided here and nowhere else.
 
@@ -12,6 +12,7 @@ mod plan;
 mod port;
 mod ready;
 mod restart;
+mod revival;
 mod serving;
 mod spawn;
 
@@ -47,6 +48,9 @@ fn serve(flags: &ServeFlags, stderr: &StderrSink) -> Result<()> {
     tracing::debug!("file descriptor limit {limit:?}");
     let plan = ServePlan::new(flags, limit.now)?;
     tracing::info!("{}", plan.summary());
+    if let Some(order) = plan.rank_order() {
+        tracing::info!("{order}");
+    }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

@@ -8,10 +8,11 @@ use crate::flags::ServeFlags;
 use crate::flags::connections::Connections;
 use crate::logging::LogSettings;
 use crate::pull;
+use lockstep_api::engine::Replication;
 use lockstep_api::{ApiKeys, OtlpEndpoint};
-use lockstep_core::{ExitCode, ModelConfig, TokenId, shard};
+use lockstep_core::{ExitCode, ModelConfig, TokenId, Topology, shard};
 use lockstep_engine::{Batching, DeviceConfig, DummySpec};
-use lockstep_launch::Topology;
+use lockstep_launch::Layout;
 use lockstep_weights::GenerationDefaults;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -38,8 +39,10 @@ pub struct ServePlan {
     pub dummy_weights: Option<DummySpec>,
     /// `--allow-imbalance`.
     pub allow_imbalance: bool,
+    /// How requests are spread over the replicas.
+    pub replication: Replication,
     /// Which processes.
-    pub topology: Topology,
+    pub layout: Layout,
     /// Threads of each rank.
     pub threads: usize,
     /// What ranks compute on.
@@ -90,7 +93,9 @@ impl ServePlan {
         let described = Described::read(flags, &model_path)?;
         let model = described.config;
         shard::check_tp_size(&model, flags.parallel.tp).map_err(CliError::with(ExitCode::Flags))?;
-        let tp = flags.parallel.tp as usize;
+        let (tp, dp_size) = (flags.parallel.tp as usize, flags.parallel.replicas());
+        let topology = Topology { dp_size, ..Topology::tensor_parallel(tp) };
+        let ranks = topology.world_size();
         check_context(flags, &model)?;
         let mut eos_tokens = described.eos_tokens;
         eos_tokens.extend(lockstep_tokenizer::eos_tokens_of(&model_path).map_err(&model_files)?);
@@ -104,8 +109,11 @@ impl ServePlan {
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let device = device(flags, tp).map_err(CliError::with(ExitCode::Flags))?;
+        let batching = flags.batching.batching(&device);
+        // Requests that run and requests that wait: those beyond are refused before they are tokenized.
+        let requests_open_max = batching.running_max.saturating_add(batching.waiting_max);
         let (rank_budget_bytes, budget_origin) =
-            budget(flags.memory.memory_ratio.unwrap_or(CPU_MEMORY_RATIO), tp)?;
+            budget(flags.memory.memory_ratio.unwrap_or(CPU_MEMORY_RATIO), ranks)?;
         Ok(Self {
             served_model_name: served_name(flags, &model_path),
             chat_template: flags.model.chat_template.clone(),
@@ -113,9 +121,10 @@ impl ServePlan {
             generation: described.generation,
             dummy_weights: described.dummy,
             allow_imbalance: flags.memory.allow_imbalance,
-            topology: Topology::tensor_parallel(tp, flags.parallel.num_tokenizer),
-            threads: flags.parallel.threads(cores, tp).map_err(CliError::with(ExitCode::Flags))?,
-            batching: flags.batching.batching(&device),
+            layout: Layout { topology, num_tokenizer: flags.parallel.num_tokenizer },
+            replication: flags.parallel.replication(batching.running_max, requests_open_max),
+            threads: flags.parallel.threads(cores, ranks).map_err(CliError::with(ExitCode::Flags))?,
+            batching,
             device,
             dtype: flags.model.dtype.convert().map_err(CliError::with(ExitCode::Flags))?,
             rank_budget_bytes,
@@ -139,7 +148,7 @@ impl ServePlan {
     pub fn summary(&self) -> String {
         let m = &self.model;
         format!(
-            "serving {} ({}, {} layers, {} query heads, {} KV heads) on {} with tp {}, {} threads a rank",
+            "serving {} ({}, {} layers, {} query heads, {} KV heads) on {} with {}, {} threads a rank",
             self.served_model_name,
             m.architecture,
             m.num_layers,
@@ -149,9 +158,21 @@ impl ServePlan {
                 DeviceConfig::Cpu => "cpu",
                 DeviceConfig::Cuda { .. } => "cuda",
             },
-            self.topology.tp_size,
+            self.layout.topology,
             self.threads
         )
+    }
+}
+
+impl ServePlan {
+    /// Which rank stands where, where there is more than one axis.
+    pub fn rank_order(&self) -> Option<String> {
+        let topology = self.layout.topology;
+        let places = topology.places().map(|place| format!("{} {}", place.rank(), place.label()));
+        (topology.world_size() > topology.tp_size).then(|| {
+            let places: Vec<_> = places.collect();
+            format!("ranks (tp fastest, then pp, then dp): {}", places.join(", "))
+        })
     }
 }
 
@@ -184,17 +205,18 @@ impl Described {
 }
 
 fn device(flags: &ServeFlags, tp: usize) -> anyhow::Result<DeviceConfig> {
-    flags.gpus.device(&flags.model.device, flags.memory.memory_ratio, tp)
+    let sizes = (tp, flags.parallel.replicas());
+    flags.gpus.device(&flags.model.device, flags.memory.memory_ratio, sizes)
 }
 
 fn check_flags(flags: &ServeFlags) -> anyhow::Result<()> {
+    flags.parallel.check()?;
     // What is wrong with --tp itself is said with the sizes that the model takes.
     device(flags, usize::try_from(flags.parallel.tp).unwrap_or(1).max(1))?;
     flags.model.dtype.convert()?;
     flags.model.check_chat_template()?;
     flags.model.check_served_name()?;
     flags.server.check_grace()?;
-    flags.parallel.check()?;
     flags.batching.check()?;
     if let Some(dir) = flags.logging.flight_dir.as_deref().filter(|dir| !dir.is_dir()) {
         anyhow::bail!("--flight-dir {} is not a folder; create it first", dir.display());
@@ -215,16 +237,17 @@ fn check_context(flags: &ServeFlags, model: &ModelConfig) -> Result<()> {
     }
 }
 
-/// What each of `tp` ranks may use, and the words for it.
-pub(crate) fn budget(ratio: f64, tp: usize) -> Result<(usize, String)> {
+/// What each of `ranks` ranks may use, and the words for it.
+pub(crate) fn budget(ratio: f64, ranks: usize) -> Result<(usize, String)> {
     let available = memory::available_bytes().ok_or_else(|| {
         CliError::new(
             ExitCode::Internal,
             "cannot read the available memory from /proc/meminfo; give --num-pages",
         )
     })?;
-    let share = (available as f64 * ratio / tp as f64) as usize;
-    let origin = format!("--memory-ratio {ratio} of {} MiB available, shared by {tp} ranks", available >> 20);
+    let share = (available as f64 * ratio / ranks as f64) as usize;
+    let origin =
+        format!("--memory-ratio {ratio} of {} MiB available, shared by {ranks} ranks", available >> 20);
     Ok((share, origin))
 }
 

@@ -14,20 +14,32 @@ use std::time::{Duration, Instant};
 
 /// What the children told about themselves.
 pub struct Facts {
-    /// Rank 0's state at start.
+    /// The state at start of the replica with the smallest context.
     pub engine: EngineInfo,
     /// Why chat requests cannot be rendered, if so.
     pub chat_error: Option<String>,
 }
 
-/// Returns when rank 0 (for all ranks), every tokenizer and the detokenizer are ready.
+impl Facts {
+    /// Takes in what a replica's primary says.
+    fn take(&mut self, engine: EngineInfo) {
+        for note in &engine.notes {
+            tracing::warn!("{note}");
+        }
+        if self.engine.context_max == 0 || engine.context_max < self.engine.context_max {
+            self.engine = engine;
+        }
+    }
+}
+
+/// Returns when every replica's primary (for its ranks), every tokenizer and the detokenizer are ready.
 ///
 /// Errors with the first cause when a process ends, and with 130/143 on a signal. There is no
 /// time-out: a slow disk is not an error, and a death is noticed at once. A process that a signal has
 /// stopped is named and, after `--collective-timeout`, ended.
 pub async fn wait(plan: &ServePlan, server: &mut Server) -> Result<Facts> {
     let started = Instant::now();
-    let mut tracker = ReadyTracker::new(&plan.topology);
+    let mut tracker = ReadyTracker::new(&plan.layout);
     let mut facts = Facts { engine: EngineInfo::default(), chat_error: None };
     let mut loading = Loading::new(plan);
     let limits = (Stage::Loading, Limits::of(plan.collective_timeout));
@@ -44,7 +56,7 @@ pub async fn wait(plan: &ServePlan, server: &mut Server) -> Result<Facts> {
                 ToApi::Loading { rank, done, total } => loading.update(rank, done, total),
                 ToApi::Ready(ready) => {
                     let Ready { role, engine, chat_error } = *ready;
-                    facts.engine = engine.unwrap_or(facts.engine);
+                    engine.into_iter().for_each(|engine| facts.take(engine));
                     facts.chat_error = chat_error.or(facts.chat_error);
                     tracker.acknowledge(role);
                 }
@@ -65,9 +77,6 @@ pub async fn wait(plan: &ServePlan, server: &mut Server) -> Result<Facts> {
     }
     loading.finish();
     tracing::info!("all processes are ready after {:.2} s", started.elapsed().as_secs_f64());
-    for note in &facts.engine.notes {
-        tracing::warn!("{note}");
-    }
     if let Some(reason) = &facts.chat_error {
         tracing::warn!("{reason}");
     }
@@ -111,7 +120,7 @@ impl Loading {
                     .unwrap_or_else(|_| ProgressStyle::default_bar());
             ProgressBar::new(1).with_style(style)
         });
-        Self { bar, ranks: plan.topology.tp_size, done: BTreeMap::new() }
+        Self { bar, ranks: plan.layout.topology.world_size(), done: BTreeMap::new() }
     }
 
     fn update(&mut self, rank: usize, done: usize, total: usize) {

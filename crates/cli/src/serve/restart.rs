@@ -2,7 +2,8 @@
 //!
 //! The listener, the api and the watch page stay; shared memory, links and processes are new, so nothing of the
 //! failed engine can reach the next. All ranks restart together: what a rank holds is worth nothing without the
-//! others. Meanwhile requests are answered 503 `engine_restarting` with `Retry-After`.
+//! others. (With several replicas the failure of one concerns that one only, see [`revival`](super::revival).)
+//! Meanwhile requests are answered 503 `engine_restarting` with `Retry-After`.
 
 use super::plan::ServePlan;
 use super::ready;
@@ -20,10 +21,10 @@ const PAUSE_MAX: Duration = Duration::from_secs(30);
 /// Service of this length ends a row of failures.
 const STEADY: Duration = Duration::from_secs(300);
 /// How long the rest of a failed engine may take to end: its grace and the kernel's last word.
-const END_PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const END_PATIENCE: Duration = Duration::from_secs(10);
 
 /// When to restart and when to give up; pure, time is an argument.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Policy {
     restart: Restart,
     limit: u32,
@@ -37,6 +38,12 @@ impl Policy {
         Self { restart: flags.restart, limit: flags.restart_limit, in_a_row: 0, ready_at: now }
     }
 
+    /// One that was ready at `now`.
+    #[cfg(test)]
+    pub(super) fn for_test(restart: Restart, limit: u32, now: Instant) -> Self {
+        Self { restart, limit, in_a_row: 0, ready_at: now }
+    }
+
     /// Whether a failure with `code` may be followed by a restart at all. A cause that the user has to change (flags,
     /// files, memory) is no reason to try again.
     pub fn restarts(&self, code: ExitCode) -> bool {
@@ -44,12 +51,12 @@ impl Policy {
     }
 
     /// The engine is ready again.
-    fn ready(&mut self, now: Instant) {
+    pub(super) fn ready(&mut self, now: Instant) {
         self.ready_at = now;
     }
 
     /// The engine has failed with `code`: how long to wait before it is started again, or `None` to end.
-    fn after_failure(&mut self, code: ExitCode, now: Instant) -> Option<Duration> {
+    pub(super) fn after_failure(&mut self, code: ExitCode, now: Instant) -> Option<Duration> {
         if !self.restarts(code) {
             return None;
         }

@@ -3,10 +3,11 @@
 use super::plan::ServePlan;
 use super::ready::Facts;
 use super::restart::Policy;
+use super::revival::Revivals;
 use super::spawn::Server;
 use crate::error::{CliError, Result, code_of_signal};
 use crate::flags::server::ServerFlags;
-use lockstep_api::engine::dispatch::{self, LinkSockets};
+use lockstep_api::engine::dispatch::{self, LinkSockets, SchedulerSenders};
 use lockstep_api::parsers::ParserChoice;
 use lockstep_api::{
     ApiConfig, ApiError, Ended, EngineClient, EngineLink, ProcessInfo, ProcessList, SamplingDefaults,
@@ -16,10 +17,11 @@ use lockstep_comm::link::{AsyncReceiver, LinkError, Sender};
 use lockstep_comm::watch::{Activity, BEAT_INTERVAL, Mark};
 use lockstep_core::ExitCode;
 use lockstep_launch::{ChildStatus, Concern, Concerns, Event, Failure, Limits, Phase, Stage, Watchdog};
-use lockstep_wire::ToApi;
+use lockstep_wire::{Ready, Role, ToApi, ToScheduler};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::Mutex;
+use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinHandle};
 
 /// How long children may take to finish and exit by themselves after a drain.
@@ -50,7 +52,7 @@ pub async fn run(mut plan: ServePlan, mut server: Server, facts: Facts, flags: &
 
 /// The running tasks and what has happened to them.
 pub struct Service {
-    client: EngineClient,
+    pub(super) client: EngineClient,
     handle: ServerHandle,
     http: JoinHandle<Ended>,
     /// Of the engine of now, as the three that follow.
@@ -63,8 +65,14 @@ pub struct Service {
     processes: ProcessList,
     /// This loop's own place on the watch page.
     mark: Mark,
+    /// Primaries that have become ready since the start.
+    ready: Option<UnboundedReceiver<Ready>>,
+    /// The api's ways to the primaries.
+    pub(super) schedulers: SchedulerSenders,
+    /// Replicas that have failed and are started again.
+    pub(super) revivals: Revivals,
     pub(super) policy: Policy,
-    signal: Option<i32>,
+    pub(super) signal: Option<i32>,
     failure: Option<Failure>,
     /// Why there is no engine any more, when no process's end was the first cause.
     lost: Option<CliError>,
@@ -77,7 +85,8 @@ fn start(
     listener: tokio::net::TcpListener,
 ) -> Result<Service> {
     let config = api_config(plan, flags, server, facts)?;
-    let (client, link) = EngineClient::new(server.group.tokenizers.len(), requests_open_max(plan));
+    let (client, mut link) = EngineClient::with_replicas(server.group.tokenizers.len(), plan.replication);
+    let ready = link.ready.take();
     let (handle, control) = ServerControl::new();
     let mark = server.page.mark(server.page.marks() - 1);
     mark.enter(Activity::Messages, 0);
@@ -91,6 +100,9 @@ fn start(
         watchdog: None,
         concerns: None,
         mark,
+        ready,
+        schedulers: SchedulerSenders::default(),
+        revivals: Revivals::new(plan.replication.replicas, &Policy::new(flags, Instant::now())),
         policy: Policy::new(flags, Instant::now()),
         signal: None,
         failure: None,
@@ -104,17 +116,21 @@ fn start(
 /// the start of the next engine.
 fn connect(server: &Server, inbox: AsyncReceiver<ToApi>) -> std::result::Result<LinkSockets, LinkError> {
     let sender = |endpoint| Sender::connect(&server.group.context, endpoint, QUEUE_LEN_MAX)?.without_linger();
+    let schedulers = (0..server.group.replicas.len()).map(|replica| connect_scheduler(server, replica));
     Ok(LinkSockets {
         tokenizers: server.group.tokenizers.iter().map(sender).collect::<std::result::Result<_, _>>()?,
-        scheduler: Sender::connect(&server.group.context, &server.group.scheduler, QUEUE_LEN_MAX)?
-            .without_linger()?,
+        schedulers: SchedulerSenders::new(schedulers.collect::<std::result::Result<_, _>>()?),
         inbox,
     })
 }
 
-/// Requests that run and requests that wait: those beyond are refused here, before they are tokenized.
-fn requests_open_max(plan: &ServePlan) -> usize {
-    plan.batching.running_max.saturating_add(plan.batching.waiting_max)
+/// The api's way to a replica's primary of now.
+pub(super) fn connect_scheduler(
+    server: &Server,
+    replica: usize,
+) -> std::result::Result<Sender<ToScheduler>, LinkError> {
+    let inbox = &server.group.replicas[replica].inbox;
+    Sender::connect(&server.group.context, inbox, QUEUE_LEN_MAX)?.without_linger()
 }
 
 /// Messages that may wait in a socket; beyond it the api's own bounded queue fills.
@@ -127,17 +143,34 @@ impl Service {
         let inbox = server.group.inbox.take();
         let inbox = inbox.ok_or_else(|| CliError::new(ExitCode::Internal, "the inbox is gone"))?;
         let sockets = connect(server, inbox).map_err(internal)?;
+        self.schedulers = sockets.schedulers.clone();
         let link = self.link.clone();
         self.dispatcher =
             tokio::spawn(async move { dispatch::run_on(&mut *link.lock().await, sockets).await });
+        self.revivals.forget();
+        self.watch_loops(plan, server)?;
+        self.show_processes(plan, server)?;
+        server.supervisor.set_phase(Phase::Serving).map_err(CliError::with(ExitCode::Internal))?;
+        self.client.resume();
+        Ok(())
+    }
+
+    /// Watches the loops of what serves; those of a replica that is ended or started show no signs of life.
+    pub(super) fn watch_loops(&mut self, plan: &ServePlan, server: &Server) -> Result<()> {
+        (self.watchdog, self.concerns) = (None, None);
+        self.client.set_suspicion(None);
+        let is_there = |replica: Option<usize>| replica.is_none_or(|r| self.revivals.is_serving(r));
+        let loops = server.group.loops.iter().filter(|watched| is_there(watched.replica)).cloned().collect();
         let limits = (Stage::Serving, Limits::of(plan.collective_timeout));
-        let loops = server.group.loops.clone();
         let (watchdog, concerns) = Watchdog::start(server.page.clone(), loops, limits, server.stderr.clone())
             .map_err(CliError::with(ExitCode::Internal))?;
         (self.watchdog, self.concerns) = (Some(watchdog), Some(concerns));
+        Ok(())
+    }
+
+    /// Shows the processes of now.
+    pub(super) fn show_processes(&self, plan: &ServePlan, server: &Server) -> Result<()> {
         self.processes.set(processes(plan, server)?);
-        server.supervisor.set_phase(Phase::Serving).map_err(CliError::with(ExitCode::Internal))?;
-        self.client.resume();
         Ok(())
     }
 
@@ -155,8 +188,13 @@ impl Service {
         let mut dispatching = true;
         let mut beat = tokio::time::interval(BEAT_INTERVAL);
         loop {
+            let due = self.revivals.due();
             tokio::select! {
                 _ = beat.tick() => self.mark.beat(),
+                Some(ready) = next(&mut self.ready) => self.on_ready(plan, server, &ready).await,
+                () = tokio::time::sleep_until(due.unwrap_or_else(far_off).into()), if due.is_some() => {
+                    self.on_due(plan, server);
+                }
                 Some(concern) = next(&mut self.concerns) => self.on_concern(server, concern),
                 ended = &mut self.http => return ended.map_err(in_words),
                 result = &mut self.dispatcher, if dispatching => {
@@ -166,10 +204,13 @@ impl Service {
                     }
                 }
                 event = server.events.recv() => match event {
+                    Some(Event::Failed(failure)) if self.loses_one(&failure) => {
+                        self.on_replica_failure(plan, server, &failure);
+                    }
                     Some(Event::Failed(failure)) if self.signal.is_none() => {
                         dispatching = self.on_failure(plan, server, failure).await;
                     }
-                    Some(event) => self.on_event(server, event, plan.grace),
+                    Some(event) => self.on_event(plan, server, event),
                     None => self.handle.fail("the supervising thread is gone"),
                 },
             }
@@ -194,14 +235,14 @@ impl Service {
     }
 
     /// There is no engine and there will be none.
-    fn fail(&mut self, error: CliError) {
+    pub(super) fn fail(&mut self, error: CliError) {
         self.handle.fail(error.message.clone());
         self.lost = Some(error);
     }
 
     fn on_concern(&mut self, server: &Server, concern: Concern) {
         match concern {
-            Concern::Suspect(text) => self.client.set_suspicion(Some(text)),
+            Concern::Suspect { text, replicas } => self.client.set_suspicion(Some((text, replicas))),
             Concern::Recovered => self.client.set_suspicion(None),
             Concern::Lost { process, why } => {
                 if let Err(error) = server.supervisor.give_up(&process, why) {
@@ -211,14 +252,24 @@ impl Service {
         }
     }
 
-    fn on_event(&mut self, server: &Server, event: Event, grace: Duration) {
+    fn on_event(&mut self, plan: &ServePlan, server: &Server, event: Event) {
         match event {
             Event::Signal(signal) => {
+                let grace = plan.grace;
                 tracing::info!("signal {signal}: draining for at most {:.1} s", grace.as_secs_f64());
                 self.signal = Some(signal);
                 self.handle.drain(grace);
             }
-            Event::ChildDied { name, status, .. } => server.abort_group(&format!("{name} {status}")),
+            Event::ChildDied { name, role, status } => {
+                let cause = format!("{name} {status}");
+                match role {
+                    Role::Scheduler(rank) => {
+                        server.abort_replica(plan.layout.topology.replica_of(rank), &cause);
+                    }
+                    Role::Tokenizer(_) | Role::Detokenizer => server.abort_group(&cause),
+                }
+            }
+            Event::ReplicaEnded(replica) => self.on_replica_ended(replica),
             Event::Failed(failure) => {
                 self.handle.fail(for_clients(&failure));
                 self.failure = Some(failure);
@@ -277,23 +328,28 @@ impl Service {
     }
 }
 
-/// The next concern; never comes while nobody watches.
-async fn next(concerns: &mut Option<Concerns>) -> Option<Concern> {
-    match concerns {
-        Some(concerns) => concerns.recv().await,
+/// The next message; never comes while there is nobody to send it.
+async fn next<T>(messages: &mut Option<UnboundedReceiver<T>>) -> Option<T> {
+    match messages {
+        Some(messages) => messages.recv().await,
         None => std::future::pending().await,
     }
 }
 
+/// For a branch that is not taken.
+fn far_off() -> Instant {
+    Instant::now() + Duration::from_secs(3600)
+}
+
 /// What the launcher says of a failure that ends it.
-fn last_word(failure: &Failure) -> CliError {
+pub(super) fn last_word(failure: &Failure) -> CliError {
     CliError::new(failure.exit_code, failure.to_string().trim_start_matches("lockstep: "))
 }
 
 /// The launcher and its children of now.
 fn processes(plan: &ServePlan, server: &Server) -> Result<Vec<ProcessInfo>> {
     let children = server.supervisor.processes().map_err(CliError::with(ExitCode::Internal))?;
-    let planned = plan.topology.processes();
+    let planned = plan.layout.processes();
     let launcher =
         ProcessInfo { name: "lockstep".into(), pid: std::process::id(), role: "api".into(), rank: None };
     let children = children.into_iter().map(|(name, pid)| {
@@ -307,7 +363,7 @@ fn processes(plan: &ServePlan, server: &Server) -> Result<Vec<ProcessInfo>> {
 
 /// Who died of what, with the error it logged (without time, level and role); the rest of its log
 /// is not for clients.
-fn for_clients(failure: &Failure) -> String {
+pub(super) fn for_clients(failure: &Failure) -> String {
     if let Some(reason) = &failure.reason {
         return format!("{} was ended because {reason}", failure.process);
     }
@@ -341,7 +397,7 @@ fn detected_parsers(plan: &ServePlan, template: Option<&str>) -> ParserChoice {
 fn watched(server: &Server) -> Watched {
     let loops = server.group.loops.iter().map(|l| (l.label.clone(), l.mark)).collect();
     let ranks = server.group.loops.iter().filter(|l| l.rank.is_some()).map(|l| l.mark).collect();
-    Watched { page: server.page.clone(), loops, ranks }
+    Watched { page: server.page.clone(), loops, ranks, replicas: server.group.replicas.len() }
 }
 
 fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Facts) -> Result<ApiConfig> {
@@ -351,6 +407,7 @@ fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Fac
         .map_err(CliError::with(ExitCode::ModelFiles))?;
     Ok(ApiConfig {
         running_max: plan.batching.running_max,
+        topology: plan.layout.topology,
         default_sampling: SamplingDefaults {
             temperature: generation.temperature,
             top_k: generation.top_k,

@@ -41,7 +41,7 @@ pub struct Server {
     pub group: Group,
 }
 
-/// What belongs to one set of children; a restart makes another.
+/// What belongs to one set of children; a restart of all makes another.
 pub struct Group {
     /// What they say; the dispatcher takes it when serving starts.
     pub inbox: Option<AsyncReceiver<ToApi>>,
@@ -49,17 +49,26 @@ pub struct Group {
     pub context: Context,
     /// Tokenizers' inboxes, by number.
     pub tokenizers: Vec<Endpoint>,
-    /// Rank 0's inbox.
-    pub scheduler: Endpoint,
-    /// Whose mark on the page is which; the launcher's own is the last.
+    /// In order.
+    pub replicas: Vec<Replica>,
+    /// Whose mark on the page is which: ranks first, the launcher's own last.
     pub loops: Vec<WatchedLoop>,
+    names: Names,
+}
+
+/// What belongs to one set of a replica's ranks; a restart of the replica makes another.
+pub struct Replica {
+    /// The name of its primary's inbox.
+    pub inbox: Endpoint,
     abort: AbortHandle,
+    /// Counts the sets of this replica.
+    incarnation: usize,
 }
 
 /// Starts every process of the plan. On an error nothing is left running.
 pub fn start(plan: &ServePlan, stderr: &StderrSink) -> Result<Server> {
     let internal = CliError::with(ExitCode::Internal);
-    let marks: usize = plan.topology.processes().iter().map(|p| labels(plan, p).len()).sum();
+    let marks: usize = plan.layout.processes().iter().map(|p| labels(plan, p).len()).sum();
     let (page_fd, page) = WatchPage::create(marks + 1).map_err(CliError::with(ExitCode::Internal))?;
     let page_fd = Arc::new(page_fd);
     let (supervisor, events) = Supervisor::start(stderr.clone()).map_err(internal)?;
@@ -69,37 +78,85 @@ pub fn start(plan: &ServePlan, stderr: &StderrSink) -> Result<Server> {
 
 impl Group {
     fn start(plan: &ServePlan, supervisor: &Supervisor, page: &Arc<OwnedFd>) -> Result<Self> {
-        let internal = CliError::with(ExitCode::Internal);
-        let names = Names { prefix: random_prefix(), endpoints: plan.topology.endpoints() };
+        let names = Names { prefix: random_prefix(), endpoints: plan.layout.endpoints() };
         let context = Context::new();
         let api = names.endpoint(&names.endpoints.api);
         let inbox = Receiver::bind(&context, &api).map_err(CliError::with(ExitCode::Internal))?;
-        let region = Arc::new(shared_memory(plan.topology.tp_size)?);
-        let abort = AbortHandle::new(&region).map_err(CliError::with(ExitCode::Internal))?;
-        let mut loops = Vec::new();
-        for process in plan.topology.processes() {
-            let (name, mark, rank) = (process.name.clone(), loops.len(), process.parallel.map(|p| p.rank()));
-            let labels = labels(plan, &process);
-            let spec = child_spec(plan, &names, process, (mark, page, &region)).map_err(&internal)?;
-            let pid = supervisor.spawn(spec).map_err(CliError::with(ExitCode::Internal))?;
-            loops.extend(labels.into_iter().enumerate().map(|(at, label)| WatchedLoop {
-                process: name.clone(),
-                pid,
-                label,
-                mark: mark + at,
-                rank,
-            }));
-        }
-        let (process, pid) = ("lockstep".to_owned(), std::process::id());
-        loops.push(WatchedLoop { process, pid, label: "api".into(), mark: loops.len(), rank: None });
-        Ok(Self {
+        let mut group = Self {
             inbox: Some(AsyncReceiver::new(inbox).map_err(CliError::with(ExitCode::Internal))?),
             tokenizers: names.endpoints.tokenizers.iter().map(|n| names.endpoint(n)).collect(),
-            scheduler: names.endpoint(&names.endpoints.schedulers[0]),
+            replicas: Vec::new(),
             context,
-            loops,
-            abort,
-        })
+            loops: Vec::new(),
+            names,
+        };
+        for dp_rank in 0..plan.layout.topology.dp_size {
+            let replica = group.start_replica(plan, (supervisor, page), (dp_rank, 0))?;
+            group.replicas.push(replica);
+        }
+        for process in plan.layout.processes().into_iter().filter(|p| p.parallel.is_none()) {
+            let config = Part::Text(Box::new(text_config(plan, &group, process.role)));
+            group.spawn(plan, supervisor, process, (config, vec![page.clone()]))?;
+        }
+        let (process, pid) = ("lockstep".to_owned(), std::process::id());
+        let (mark, label) = (group.loops.len(), "api".into());
+        group.loops.push(WatchedLoop { process, pid, label, mark, rank: None, replica: None });
+        Ok(group)
+    }
+
+    /// Starts the ranks of a replica, for the time that `incarnation` counts.
+    fn start_replica(
+        &mut self,
+        plan: &ServePlan,
+        (supervisor, page): (&Supervisor, &Arc<OwnedFd>),
+        (dp_rank, incarnation): (usize, usize),
+    ) -> Result<Replica> {
+        let topology = plan.layout.topology;
+        let region = Arc::new(shared_memory(topology.replica_size())?);
+        let abort = AbortHandle::new(&region).map_err(CliError::with(ExitCode::Internal))?;
+        // Fresh names: nothing that was meant for ranks that have died reaches their successors.
+        let links = rank_links(&self.names, dp_rank, incarnation);
+        let inbox = links.inbox.clone();
+        let mut processes = plan.layout.processes();
+        // Processes of ranks come first, by rank.
+        for (process, rank) in processes.drain(topology.ranks_of(dp_rank)).zip(topology.ranks_of(dp_rank)) {
+            let config = rank_config(plan, topology.place(rank), links.clone());
+            let part = Part::Rank(Box::new(config));
+            self.spawn(plan, supervisor, process, (part, vec![page.clone(), region.clone()]))?;
+        }
+        Ok(Replica { inbox, abort, incarnation })
+    }
+
+    /// Starts a process and notes its loops, in place of those of an earlier process of that name.
+    fn spawn(
+        &mut self,
+        plan: &ServePlan,
+        supervisor: &Supervisor,
+        process: Process,
+        (part, inherited): (Part, Vec<Arc<OwnedFd>>),
+    ) -> Result<()> {
+        let labels = labels(plan, &process);
+        let Process { role, name, parallel } = process;
+        let earlier = self.loops.iter().position(|watched| watched.process == name);
+        let mark = earlier.unwrap_or(self.loops.len());
+        let label = labels.last().cloned().unwrap_or_default();
+        let rank = parallel.map(|parallel| parallel.rank());
+        let speaker = Speaker { label, role: role.name().into(), rank };
+        let config = ChildConfig { speaker, log: plan.log, mark, part };
+        let config_json = serde_json::to_string(&config).map_err(CliError::with(ExitCode::Internal))?;
+        let replicas = plan.layout.topology.dp_size;
+        let replica = parallel.filter(|_| replicas > 1).map(|parallel| parallel.dp_rank);
+        let spec = ChildSpec { role, name: name.clone(), replica, config_json, inherited };
+        let pid = supervisor.spawn(spec).map_err(CliError::with(ExitCode::Internal))?;
+        for (at, label) in labels.into_iter().enumerate() {
+            let (process, mark) = (name.clone(), mark + at);
+            let watched = WatchedLoop { process, pid, label, mark, rank, replica };
+            match self.loops.get_mut(mark) {
+                Some(place) => *place = watched,
+                None => self.loops.push(watched),
+            }
+        }
+        Ok(())
     }
 }
 
@@ -127,52 +184,31 @@ fn labels(plan: &ServePlan, process: &Process) -> Vec<String> {
     match (process.role, process.parallel) {
         (Role::Scheduler(_), Some(parallel)) => vec![parallel.label()],
         (Role::Tokenizer(number), _) => vec![format!("tokenizer-{number}")],
-        _ if plan.topology.num_tokenizer == 0 => vec!["tokenizer-0".into(), "detokenizer-0".into()],
+        _ if plan.layout.num_tokenizer == 0 => vec!["tokenizer-0".into(), "detokenizer-0".into()],
         _ => vec!["detokenizer-0".into()],
     }
 }
 
-/// How to start a process whose loops' marks begin at `mark`.
-fn child_spec(
-    plan: &ServePlan,
-    names: &Names,
-    process: Process,
-    (mark, page, region): (usize, &Arc<OwnedFd>, &Arc<OwnedFd>),
-) -> serde_json::Result<ChildSpec> {
-    let (label, part, inherited) = match (process.role, process.parallel) {
-        (Role::Scheduler(_), Some(parallel)) => {
-            let rank = Box::new(rank_config(plan, names, parallel));
-            (parallel.label(), Part::Rank(rank), vec![page.clone(), region.clone()])
-        }
-        (role, _) => {
-            (text_label(role), Part::Text(Box::new(text_config(plan, names, role))), vec![page.clone()])
-        }
-    };
-    let (role, rank) = (process.role.name().into(), process.parallel.map(|parallel| parallel.rank()));
-    let config = ChildConfig { speaker: Speaker { label, role, rank }, log: plan.log, mark, part };
-    Ok(ChildSpec {
-        role: process.role,
-        name: process.name,
-        config_json: serde_json::to_string(&config)?,
-        inherited,
-    })
-}
-
-fn text_label(role: Role) -> String {
-    match role {
-        Role::Tokenizer(i) => format!("tokenizer-{i}"),
-        _ => "detokenizer-0".into(),
+/// The links of a replica's ranks.
+fn rank_links(names: &Names, replica: usize, incarnation: usize) -> RankLinks {
+    let e = &names.endpoints;
+    let of_this_time = |name: &str| names.endpoint(&format!("{name}-{incarnation}"));
+    RankLinks {
+        replica,
+        inbox: of_this_time(&e.schedulers[replica]),
+        broadcast: of_this_time(&e.broadcasts[replica]),
+        detokenizer: names.endpoint(&e.detokenizer),
+        api: names.endpoint(&e.api),
     }
 }
 
-fn rank_config(plan: &ServePlan, names: &Names, parallel: ParallelInfo) -> RankConfig {
-    let e = &names.endpoints;
+fn rank_config(plan: &ServePlan, parallel: ParallelInfo, links: RankLinks) -> RankConfig {
     RankConfig {
         parallel,
         model: plan.model_path.clone(),
         eos_tokens: plan.eos_tokens.clone(),
         dtype: plan.dtype,
-        device: plan.device.clone(),
+        device: plan.device.of_rank(&plan.layout.topology, parallel.rank()),
         dummy_weights: plan.dummy_weights.clone(),
         threads: plan.threads,
         memory_budget_bytes: plan.rank_budget_bytes,
@@ -182,23 +218,18 @@ fn rank_config(plan: &ServePlan, names: &Names, parallel: ParallelInfo) -> RankC
         batching: plan.batching.clone(),
         collective_timeout_ms: plan.collective_timeout.as_millis() as u64,
         flight_dir: plan.flight_dir.clone(),
-        links: RankLinks {
-            inbox: names.endpoint(&e.schedulers[parallel.dp_rank]),
-            broadcast: names.endpoint(&e.broadcasts[parallel.dp_rank]),
-            detokenizer: names.endpoint(&e.detokenizer),
-            api: names.endpoint(&e.api),
-        },
+        links,
     }
 }
 
 /// A tokenizer does one thing; the detokenizer does both when there are no tokenizers.
-fn text_config(plan: &ServePlan, names: &Names, role: Role) -> TextConfig {
-    let e = &names.endpoints;
+fn text_config(plan: &ServePlan, group: &Group, role: Role) -> TextConfig {
+    let (names, e) = (&group.names, &group.names.endpoints);
     let tokenizer = |i: usize| names.endpoint(&e.tokenizers[i]);
     let detokenizer = names.endpoint(&e.detokenizer);
     let duties = match role {
         Role::Tokenizer(i) => Duties::Tokenize { inbox: tokenizer(i) },
-        _ if plan.topology.num_tokenizer == 0 => Duties::Both { inbox: tokenizer(0), detokenizer },
+        _ if plan.layout.num_tokenizer == 0 => Duties::Both { inbox: tokenizer(0), detokenizer },
         _ => Duties::Detokenize { detokenizer },
     };
     TextConfig {
@@ -208,7 +239,7 @@ fn text_config(plan: &ServePlan, names: &Names, role: Role) -> TextConfig {
         chat_template: plan.chat_template.clone(),
         context_max: plan.batching.context_max.unwrap_or(plan.model.max_position),
         vocab_size: plan.model.vocab_size,
-        scheduler: names.endpoint(&e.schedulers[0]),
+        schedulers: group.replicas.iter().map(|replica| replica.inbox.clone()).collect(),
         api: names.endpoint(&e.api),
     }
 }
@@ -216,7 +247,29 @@ fn text_config(plan: &ServePlan, names: &Names, role: Role) -> TextConfig {
 impl Server {
     /// Wakes every rank that waits for a dead one.
     pub fn abort_group(&self, cause: &str) {
-        self.group.abort.abort(cause);
+        for replica in &self.group.replicas {
+            replica.abort.abort(cause);
+        }
+    }
+
+    /// Wakes every rank of one replica that waits for a dead one.
+    pub fn abort_replica(&self, replica: usize, cause: &str) {
+        self.group.replicas[replica].abort.abort(cause);
+    }
+
+    /// Ends what is left of one replica; [`Event::ReplicaEnded`] follows.
+    pub fn begin_end_of(&self, replica: usize, cause: &str) -> Result<()> {
+        self.abort_replica(replica, cause);
+        self.supervisor.end_replica(replica, END_GRACE).map_err(CliError::with(ExitCode::Internal))
+    }
+
+    /// Starts the ranks of one replica again, after those before have ended.
+    pub fn start_replica(&mut self, plan: &ServePlan, replica: usize) -> Result<()> {
+        plan.layout.topology.ranks_of(replica).for_each(|rank| self.page.reset(rank));
+        let incarnation = self.group.replicas[replica].incarnation + 1;
+        let with = (&self.supervisor, &self.page_fd);
+        self.group.replicas[replica] = self.group.start_replica(plan, with, (replica, incarnation))?;
+        Ok(())
     }
 
     /// Ends what is left of the children; [`Event::AllExited`] follows.

@@ -21,6 +21,7 @@ pub fn spec(rank: usize, mode: &str) -> ChildSpec {
     ChildSpec {
         role: Role::Scheduler(rank),
         name: format!("lockstep-TP{rank}-scheduler"),
+        replica: None,
         config_json: mode.into(),
         inherited: Vec::new(),
     }

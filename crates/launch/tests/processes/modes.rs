@@ -160,6 +160,7 @@ fn stuck_launcher() -> ! {
         label: "api".into(),
         mark: 0,
         rank: None,
+        replica: None,
     };
     page.mark(0).enter(Activity::Messages, 0);
     let limits = Limits::of(Duration::from_secs(1));

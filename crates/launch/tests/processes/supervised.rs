@@ -3,7 +3,9 @@
 use crate::Case;
 use crate::harness::{PATIENCE, Process, Rig, spec};
 use lockstep_core::ExitCode;
-use lockstep_launch::{ChildStatus, Event, GROUP_ABORTED_EXIT, LaunchError, Phase, ShutdownReport};
+use lockstep_launch::{
+    ChildSpec, ChildStatus, Event, GROUP_ABORTED_EXIT, LaunchError, Phase, ShutdownReport,
+};
 use lockstep_wire::Role;
 use rustix::fs::MemfdFlags;
 use rustix::process::Signal;
@@ -18,6 +20,7 @@ pub const CASES: &[Case] = &[
     ("a_panic_shows_its_message", a_panic_shows_its_message),
     ("reactions_do_not_hide_the_cause", reactions_do_not_hide_the_cause),
     ("an_open_verdict_is_given_at_shutdown", an_open_verdict_is_given_at_shutdown),
+    ("a_replica_fails_and_ends_alone", a_replica_fails_and_ends_alone),
     ("shutdown_ends_every_kind_of_child", shutdown_ends_every_kind_of_child),
     ("exit_zero_is_expected_only_while_draining", exit_zero_is_expected_only_while_draining),
     ("drop_leaves_nobody", drop_leaves_nobody),
@@ -48,6 +51,35 @@ fn a_killed_child_is_named_in_one_line() {
         "lockstep: lockstep-TP1-scheduler was killed by signal 9 (SIGKILL) while serving; last log line: up"
     );
     assert_eq!(failure.exit_code, ExitCode::ChildDied);
+}
+
+fn a_replica_fails_and_ends_alone() {
+    let mut rig = Rig::new();
+    let up = |rig: &Rig, rank: usize, replica: usize| {
+        let spec = ChildSpec { replica: Some(replica), ..spec(rank, "sleep") };
+        let process = Process::open(rig.supervisor.spawn(spec).unwrap());
+        rig.line_with("up");
+        process
+    };
+    let _stays = up(&rig, 0, 0);
+    let (one, _two) = (up(&rig, 1, 1), up(&rig, 2, 1));
+    rig.supervisor.set_phase(Phase::Serving).unwrap();
+    one.signal(Signal::KILL);
+    assert!(matches!(rig.event(), Event::ChildDied { role: Role::Scheduler(1), .. }));
+    let failure = rig.failure();
+    assert_eq!((failure.replica, failure.phase), (Some(1), Phase::Serving));
+    rig.supervisor.end_replica(1, PATIENCE).unwrap();
+    assert_eq!(rig.event(), Event::ReplicaEnded(1));
+    let left: Vec<_> = rig.supervisor.processes().unwrap().into_iter().map(|(name, _)| name).collect();
+    assert_eq!(left, ["lockstep-TP0-scheduler"]);
+    // Its place is taken again, and fails again, now while it loads.
+    rig.supervisor.set_replica_phase(1, Phase::Loading).unwrap();
+    up(&rig, 1, 1).signal(Signal::KILL);
+    assert!(matches!(rig.event(), Event::ChildDied { .. }));
+    let failure = rig.failure();
+    assert_eq!((failure.replica, failure.phase), (Some(1), Phase::Loading));
+    rig.supervisor.end_replica(1, PATIENCE).unwrap();
+    assert_eq!(rig.event(), Event::ReplicaEnded(1), "nobody is left to wait for");
 }
 
 fn exit_codes_while_loading() {

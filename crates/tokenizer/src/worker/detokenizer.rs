@@ -11,16 +11,18 @@ use std::collections::HashMap;
 /// The running requests' decoders.
 ///
 /// **Invariant:** a decoder lives from `Begin` to the request's finish, be it an end token, the token
-/// limit, an abort, or a stop string found here. Messages for other ids are ignored: after a stop
+/// limit, an abort, or a stop string found here, or until its replica, having died, is started again. Messages for other ids are ignored: after a stop
 /// string rank 0 goes on until the api's abort reaches it.
 pub struct DetokenizerWorker<'m> {
     model: &'m TextModel,
-    /// Only ever looked up by id, never iterated: its order is not stable.
+    /// Only ever looked up by id or filtered: its order is not stable.
     running: HashMap<RequestId, Running>,
 }
 
 /// What is held of one request.
 struct Running {
+    /// Whose tokens come.
+    replica: usize,
     decoder: RequestDecoder,
     skip_special_tokens: bool,
     /// The token that ended the answer is part of its text, if tokens of its kind are.
@@ -47,16 +49,27 @@ impl<'m> DetokenizerWorker<'m> {
     /// Applies one message; the report for the api, if there is anything to say.
     pub fn handle(&mut self, message: ToDetokenizer) -> Option<ToApi> {
         match message {
-            ToDetokenizer::Begin(list) => {
-                for Begin { id, text, prompt } in list {
+            ToDetokenizer::ReplicaStarted { replica } => {
+                self.running.retain(|_, running| running.replica != replica);
+                None
+            }
+            ToDetokenizer::Begin { replica, requests } => {
+                for Begin { id, text, prompt } in requests {
                     tracing::debug!(request = %id, "text begins");
                     let mut decoder = self.model.decoder(&text);
                     let TextParams { skip_special_tokens, keeps_stop, echo, prompt_tokens, .. } = text;
                     if echo {
                         decoder.continue_text();
                     }
-                    let running =
-                        Running { decoder, skip_special_tokens, keeps_stop, prompt, echo, prompt_tokens };
+                    let running = Running {
+                        replica,
+                        decoder,
+                        skip_special_tokens,
+                        keeps_stop,
+                        prompt,
+                        echo,
+                        prompt_tokens,
+                    };
                     self.running.insert(id, running);
                 }
                 None

@@ -59,7 +59,8 @@ impl<'m> Encoder<'m> {
             None => self.check(&request)?,
         };
         check_report(found.prompt.len(), &request)?;
-        let GenerateRequest { id, prompt, tokenizing, mut sampling, text, cache_salt, priority } = request;
+        let GenerateRequest { id, prompt, tokenizing, mut sampling, text, cache_salt, priority, .. } =
+            request;
         self.last =
             Some(Checked { prompt, tokenizing, grammar: sampling.grammar.clone(), found: found.clone() });
         sampling.bad_words = found.bad_words;
@@ -153,6 +154,7 @@ mod tests {
     fn what_no_message_holds_is_refused_by_its_field() {
         let request = |count, echo| GenerateRequest {
             id: RequestId(1),
+            replica: 0,
             prompt: Prompt::Text("a".into()),
             tokenizing: TokenizeParams::default(),
             sampling: SamplingParams { prompt_logprobs: count, ..SamplingParams::default() },

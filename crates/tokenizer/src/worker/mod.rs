@@ -113,34 +113,43 @@ fn decodable<T>(received: Result<Option<T>, LinkError>) -> Result<Option<T>, Tok
     }
 }
 
+/// Makes the way to a replica's new primary, whose inbox has this name.
+pub type Reconnect<S> = Box<dyn Fn(&str) -> Result<S, TokenizerError> + Send>;
+
 /// The links of a tokenizer.
 pub struct TokenizerLinks<I, S, A> {
     /// From the api.
     pub inbox: I,
-    /// To rank 0.
-    pub scheduler: S,
+    /// To the primary of each replica.
+    pub schedulers: Vec<S>,
+    /// For a replica that is started again.
+    pub reconnect: Reconnect<S>,
     /// To the api, for refusals and answers.
     pub api: A,
 }
 
 /// The links of a detokenizer.
 pub struct DetokenizerLinks<I, A> {
-    /// From rank 0.
+    /// From the primaries of all replicas.
     pub inbox: I,
+    /// How many replicas there are, each of which says when it ends.
+    pub replicas: usize,
     /// To the api.
     pub api: A,
 }
 
-/// Detokenizes until `Shutdown`; then everything received before it is reported.
+/// Detokenizes until every replica has sent its `Shutdown`; then everything received before is reported.
 pub fn run_detokenizer<I, A>(model: &TextModel, links: DetokenizerLinks<I, A>) -> Result<(), TokenizerError>
 where
     I: Inbox<ToDetokenizer>,
     A: Outbox<ToApi>,
 {
     let mut worker = DetokenizerWorker::new(model);
+    let mut speaking = links.replicas;
     loop {
         match links.inbox.recv()? {
-            ToDetokenizer::Shutdown => return Ok(()),
+            ToDetokenizer::Shutdown if speaking <= 1 => return Ok(()),
+            ToDetokenizer::Shutdown => speaking -= 1,
             message => {
                 if let Some(report) = worker.handle(message) {
                     links.api.send(&report)?;

@@ -43,6 +43,7 @@ fn model_with(context_max: usize, adds_bos: bool) -> (TempFolder, TextModel) {
 fn generate(id: u64, text: &str) -> ToTokenizer {
     ToTokenizer::Generate(Box::new(GenerateRequest {
         id: RequestId(id),
+        replica: 0,
         prompt: Prompt::Text(text.into()),
         tokenizing: TokenizeParams::default(),
         sampling: SamplingParams::default(),
@@ -57,6 +58,17 @@ fn tokenize(messages: Vec<ToTokenizer>) -> (Vec<ToScheduler>, Vec<ToApi>) {
     run_all(&model().1, messages)
 }
 
+/// Links whose replicas, started again, answer where the first one does.
+fn links(
+    inbox: mpsc::Receiver<ToTokenizer>,
+    schedulers: Vec<mpsc::Sender<ToScheduler>>,
+    api: mpsc::Sender<ToApi>,
+) -> TokenizerLinks<Channel<ToTokenizer>, mpsc::Sender<ToScheduler>, mpsc::Sender<ToApi>> {
+    let first = schedulers[0].clone();
+    let reconnect: Reconnect<_> = Box::new(move |_inbox| Ok(first.clone()));
+    TokenizerLinks { inbox: Channel(inbox), schedulers, reconnect, api }
+}
+
 fn run_all(model: &TextModel, messages: Vec<ToTokenizer>) -> (Vec<ToScheduler>, Vec<ToApi>) {
     let (to_worker, inbox) = mpsc::channel();
     let (scheduler, submitted) = mpsc::channel();
@@ -64,7 +76,7 @@ fn run_all(model: &TextModel, messages: Vec<ToTokenizer>) -> (Vec<ToScheduler>, 
     for message in messages {
         to_worker.send(message).unwrap();
     }
-    run_tokenizer(model, TokenizerLinks { inbox: Channel(inbox), scheduler, api }).unwrap();
+    run_tokenizer(model, links(inbox, vec![scheduler], api)).unwrap();
     (submitted.try_iter().collect(), reported.try_iter().collect())
 }
 
@@ -90,7 +102,7 @@ fn every_request_is_submitted_or_refused_also_after_shutdown() {
 
 #[test]
 fn aborts_remove_waiting_requests_and_pass_on_the_others() {
-    let abort = |id| ToTokenizer::Abort(RequestId(id));
+    let abort = |id| ToTokenizer::Abort { id: RequestId(id), replica: 0 };
     let (submitted, reported) =
         tokenize(vec![generate(1, "a"), generate(2, "b"), abort(2), abort(9), ToTokenizer::Shutdown]);
     assert!(reported.is_empty());
@@ -107,7 +119,7 @@ fn the_abort_of_a_long_prompt_never_overtakes_it() {
         let messages = vec![
             generate(1, &long()),
             generate(2, "short"),
-            ToTokenizer::Abort(RequestId(1)),
+            ToTokenizer::Abort { id: RequestId(1), replica: 0 },
             generate(3, &long()),
             generate(4, &long()),
             ToTokenizer::Shutdown,
@@ -187,7 +199,7 @@ fn questions_are_answered_to_the_api_alone() {
 fn begin(id: u64, stop: &[&str]) -> ToDetokenizer {
     let stop = stop.iter().map(|s| (*s).to_owned()).collect();
     let text = TextParams { stop, skip_special_tokens: true, ..TextParams::default() };
-    ToDetokenizer::Begin(vec![Begin { id: RequestId(id), text, prompt: Vec::new() }])
+    ToDetokenizer::Begin { replica: 0, requests: vec![Begin { id: RequestId(id), text, prompt: Vec::new() }] }
 }
 
 fn out(id: u64, tokens: &[u32], finish: Option<FinishReason>) -> TokenOut {
@@ -273,8 +285,8 @@ fn the_shared_worker_runs_both_loops_to_their_shutdown() {
     to_tokenizer.send(ToTokenizer::Shutdown).unwrap();
     run_shared(
         Arc::new(model),
-        TokenizerLinks { inbox: Channel(tokenizer_inbox), scheduler, api: api.clone() },
-        DetokenizerLinks { inbox: Channel(detokenizer_inbox), api },
+        links(tokenizer_inbox, vec![scheduler], api.clone()),
+        DetokenizerLinks { inbox: Channel(detokenizer_inbox), replicas: 1, api },
     )
     .unwrap();
     assert_eq!(submitted.try_iter().count(), 1);
@@ -323,7 +335,10 @@ fn logprobs_become_texts_and_an_echo_comes_once() {
     let mut worker = DetokenizerWorker::new(&model);
     let text = TextParams { skip_special_tokens: true, echo: true, ..TextParams::default() };
     let prompt = vec![b'a'.into(), 0xC3, 0xA9];
-    worker.handle(ToDetokenizer::Begin(vec![Begin { id: RequestId(1), text, prompt }]));
+    worker.handle(ToDetokenizer::Begin {
+        replica: 0,
+        requests: vec![Begin { id: RequestId(1), text, prompt }],
+    });
     let logprobs = |token| TokenLogprobs { token, logprob: -0.5, rank: 2, top: vec![(b'z'.into(), -0.25)] };
     let step = |prompt: &[u32], token| {
         let prompt = prompt.iter().map(|&token| logprobs(token)).collect();
@@ -347,7 +362,10 @@ fn logprobs_become_texts_and_an_echo_comes_once() {
     let text = TextParams { prompt_tokens: true, ..TextParams::default() };
     for asked in [true, false] {
         let prompt = vec![b'a'.into(), 0xC3, 0xA9];
-        worker.handle(ToDetokenizer::Begin(vec![Begin { id: RequestId(2), text: text.clone(), prompt }]));
+        worker.handle(ToDetokenizer::Begin {
+            replica: 0,
+            requests: vec![Begin { id: RequestId(2), text: text.clone(), prompt }],
+        });
         let logprobs = step(if asked { &[0xC3, 0xA9] } else { &[] }, b'b'.into());
         let end = TokenOut { logprobs, ..out(2, &[b'b'.into()], Some(FinishReason::Length)) };
         let end = deltas(worker.handle(ToDetokenizer::Step(vec![end]))).remove(0);
@@ -358,4 +376,70 @@ fn logprobs_become_texts_and_an_echo_comes_once() {
             if asked { vec![0, 2, 2] } else { vec![] }
         );
     }
+}
+
+#[test]
+fn requests_go_to_their_replica_and_each_gets_the_vocabulary() {
+    let (_folder, model) = model();
+    let of = |id, replica, grammar: bool| {
+        let message = if grammar {
+            with_grammar(id, "ab", Grammar::Choice(vec!["a".into()]))
+        } else {
+            generate(id, "ab")
+        };
+        let ToTokenizer::Generate(request) = message else { panic!("a request") };
+        ToTokenizer::Generate(Box::new(GenerateRequest { replica, ..*request }))
+    };
+    let (sender, inbox) = mpsc::channel();
+    let (first, to_first) = mpsc::channel();
+    let (second, to_second) = mpsc::channel();
+    let (api, _reported) = mpsc::channel();
+    sender.send(of(1, 1, true)).unwrap();
+    run_with(&model, (sender, inbox), (vec![first, second], api), |sender| {
+        let heard = |receiver: &mpsc::Receiver<ToScheduler>, count: usize| -> Vec<String> {
+            let messages = (0..count).map(|_| receiver.recv().expect("a message"));
+            messages.map(|message| format!("{message:?}").chars().take(6).collect()).collect()
+        };
+        assert_eq!(heard(&to_second, 2), ["Vocabu", "Submit"]);
+        sender.send(of(2, 0, true)).unwrap();
+        sender.send(ToTokenizer::Abort { id: RequestId(1), replica: 1 }).unwrap();
+        assert_eq!(heard(&to_first, 2), ["Vocabu", "Submit"]);
+        assert_eq!(heard(&to_second, 1), ["Abort("]);
+        // Here the new primary of replica 1 is heard where replica 0 is.
+        sender.send(ToTokenizer::ReplicaStarted { replica: 1, inbox: "new".into() }).unwrap();
+        sender.send(of(3, 1, true)).unwrap();
+        assert_eq!(heard(&to_first, 2), ["Vocabu", "Submit"], "a new one has no vocabulary");
+        assert!(to_second.recv().is_err(), "the old way is closed");
+    });
+}
+
+/// Runs a tokenizer beside `drive`, which talks to it.
+fn run_with(
+    model: &TextModel,
+    (sender, inbox): (mpsc::Sender<ToTokenizer>, mpsc::Receiver<ToTokenizer>),
+    (schedulers, api): (Vec<mpsc::Sender<ToScheduler>>, mpsc::Sender<ToApi>),
+    drive: impl FnOnce(&mpsc::Sender<ToTokenizer>),
+) {
+    let links = links(inbox, schedulers, api);
+    std::thread::scope(|scope| {
+        let tokenizer = scope.spawn(|| run_tokenizer(model, links));
+        drive(&sender);
+        sender.send(ToTokenizer::Shutdown).unwrap();
+        tokenizer.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn a_replica_that_starts_again_leaves_nothing_of_the_one_before() {
+    let (_folder, model) = model();
+    let mut worker = DetokenizerWorker::new(&model);
+    for (replica, id) in [(0, 1), (1, 2), (1, 3)] {
+        let text = TextParams { skip_special_tokens: true, ..TextParams::default() };
+        let requests = vec![Begin { id: RequestId(id), text, prompt: Vec::new() }];
+        worker.handle(ToDetokenizer::Begin { replica, requests });
+    }
+    assert!(worker.handle(ToDetokenizer::ReplicaStarted { replica: 1 }).is_none());
+    assert_eq!(worker.running_len(), 1);
+    assert_eq!(deltas(worker.handle(ToDetokenizer::Step(vec![out(1, &[97], None)])))[0].text, "a");
+    assert!(worker.handle(ToDetokenizer::Step(vec![out(2, &[97], None)])).is_none());
 }

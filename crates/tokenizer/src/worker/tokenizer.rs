@@ -1,4 +1,4 @@
-//! One tokenizer: requests from the api to rank 0, in two lanes.
+//! One tokenizer: requests from the api to the primary of the replica they are meant for, in two lanes.
 //!
 //! A prompt of 100 KB keeps a core busy for tens of milliseconds, a short one for tens of microseconds. So jobs
 //! of [`LONG_BYTES_MIN`] and more have a thread of their own, and short ones never wait behind them. The thread
@@ -9,9 +9,11 @@
 //! - A request is in [`Shared::open`] from its arrival to its submission. Its abort takes it out (rank 0 then
 //!   never hears of it) or follows the submission through the same link; which of the two is decided under the
 //!   lock, so an abort never overtakes its request, whatever the lane.
+//! - A replica that was started again hears nothing that was meant for the one before: the api has aborted all of
+//!   that before it announces the new one.
 
 use super::encoder::Encoder;
-use super::{Inbox, Outbox, TokenizerLinks};
+use super::{Inbox, Outbox, Reconnect, TokenizerLinks};
 use crate::error::TokenizerError;
 use crate::model::TextModel;
 use lockstep_core::{Refusal, RequestId};
@@ -54,19 +56,39 @@ fn prompt_bytes(prompt: &Prompt) -> usize {
 
 /// What the lanes share: where their results go, and which requests are still wanted.
 struct Shared<S, A> {
-    scheduler: S,
+    /// By replica.
+    schedulers: Vec<Way<S>>,
+    reconnect: Reconnect<S>,
     api: A,
-    is_vocabulary_sent: bool,
-    /// Requests that rank 0 has not heard of. Only ever asked for an id: its order is not stable.
+    /// Requests that no primary has heard of. Only ever asked for an id: its order is not stable.
     open: HashSet<RequestId>,
 }
 
+/// The way to a replica's primary.
+struct Way<S> {
+    scheduler: S,
+    is_vocabulary_sent: bool,
+}
+
+impl<S> Way<S> {
+    fn new(scheduler: S) -> Self {
+        Self { scheduler, is_vocabulary_sent: false }
+    }
+}
+
 impl<S: Outbox<ToScheduler>, A: Outbox<ToApi>> Shared<S, A> {
+    /// Panics on a replica that there is not: the api knows how many there are.
+    fn way(&mut self, replica: usize) -> &mut Way<S> {
+        let replicas = self.schedulers.len();
+        let way = self.schedulers.get_mut(replica);
+        way.unwrap_or_else(|| panic!("invariant: replica {replica} is one of {replicas}"))
+    }
+
     /// Sends what came of a request, unless it was aborted meanwhile.
     fn conclude(
         &mut self,
         model: &TextModel,
-        id: RequestId,
+        (id, replica): (RequestId, usize),
         submission: Result<SubmitRequest, Refusal>,
     ) -> Result<(), TokenizerError> {
         if !self.open.remove(&id) {
@@ -74,12 +96,13 @@ impl<S: Outbox<ToScheduler>, A: Outbox<ToApi>> Shared<S, A> {
         }
         match submission {
             Ok(submit) => {
-                tracing::debug!(request = %id, prompt_tokens = submit.prompt.len(), "tokenized");
-                if submit.sampling.grammar.is_some() && !self.is_vocabulary_sent {
-                    self.is_vocabulary_sent = true;
-                    self.scheduler.send(&ToScheduler::Vocabulary(Box::new(model.vocabulary())))?;
+                tracing::debug!(request = %id, replica, prompt_tokens = submit.prompt.len(), "tokenized");
+                let way = self.way(replica);
+                if submit.sampling.grammar.is_some() && !way.is_vocabulary_sent {
+                    way.is_vocabulary_sent = true;
+                    way.scheduler.send(&ToScheduler::Vocabulary(Box::new(model.vocabulary())))?;
                 }
-                self.scheduler.send(&ToScheduler::Submit(Box::new(submit)))
+                way.scheduler.send(&ToScheduler::Submit(Box::new(submit)))
             }
             Err(refusal) => {
                 tracing::debug!(request = %id, refusal.status, refusal.message, "refused");
@@ -89,9 +112,19 @@ impl<S: Outbox<ToScheduler>, A: Outbox<ToApi>> Shared<S, A> {
     }
 
     /// Withdraws a request, or passes its abort on.
-    fn abort(&mut self, id: RequestId) -> Result<(), TokenizerError> {
+    fn abort(&mut self, id: RequestId, replica: usize) -> Result<(), TokenizerError> {
         tracing::debug!(request = %id, "aborted");
-        if self.open.remove(&id) { Ok(()) } else { self.scheduler.send(&ToScheduler::Abort(id)) }
+        match self.open.remove(&id) {
+            true => Ok(()),
+            false => self.way(replica).scheduler.send(&ToScheduler::Abort(id)),
+        }
+    }
+
+    /// Turns to a replica's new primary.
+    fn turn(&mut self, replica: usize, inbox: &str) -> Result<(), TokenizerError> {
+        let scheduler = (self.reconnect)(inbox)?;
+        *self.way(replica) = Way::new(scheduler);
+        Ok(())
     }
 }
 
@@ -114,12 +147,12 @@ impl<'a, S: Outbox<ToScheduler>, A: Outbox<ToApi>> Lane<'a, S, A> {
     fn run(&mut self, job: Job) -> Result<(), TokenizerError> {
         match job {
             Job::Generate(request) => {
-                let id = request.id;
+                let (id, replica) = (request.id, request.replica);
                 if !self.shared().open.contains(&id) {
                     return Ok(());
                 }
                 let submission = self.encoder.submission(*request);
-                self.shared().conclude(self.model, id, submission)
+                self.shared().conclude(self.model, (id, replica), submission)
             }
             Job::Ask { query, question } => {
                 let result = self.encoder.answer(&question);
@@ -136,8 +169,9 @@ where
     S: Outbox<ToScheduler> + Send,
     A: Outbox<ToApi> + Send,
 {
-    let TokenizerLinks { inbox, scheduler, api } = links;
-    let shared = Mutex::new(Shared { scheduler, api, is_vocabulary_sent: false, open: HashSet::new() });
+    let TokenizerLinks { inbox, schedulers, reconnect, api } = links;
+    let schedulers = schedulers.into_iter().map(Way::new).collect();
+    let shared = Mutex::new(Shared { schedulers, reconnect, api, open: HashSet::new() });
     std::thread::scope(|scope| {
         let (long, jobs) = mpsc::channel::<Job>();
         let mut lane = Lane::new(model, &shared);
@@ -216,8 +250,12 @@ impl Desk {
                 Job::Generate(request)
             }
             ToTokenizer::AskText { query, question } => Job::Ask { query, question },
-            ToTokenizer::Abort(id) => {
-                lane.shared().abort(id)?;
+            ToTokenizer::Abort { id, replica } => {
+                lane.shared().abort(id, replica)?;
+                return Ok(true);
+            }
+            ToTokenizer::ReplicaStarted { replica, inbox } => {
+                lane.shared().turn(replica, &inbox)?;
                 return Ok(true);
             }
             ToTokenizer::Shutdown => {

@@ -1,26 +1,21 @@
 //! Which processes a server consists of and what their sockets are called; a pure description.
 //!
-//! **Invariant:** ranks are numbered by [`ParallelInfo::rank`], so nothing here assumes
-//! `world_size == tp_size`. Used by the launcher to spawn, to wait for readiness and to tell each
-//! child which endpoints it binds and connects to.
+//! **Invariant:** ranks are numbered as [`Topology`] says, so nothing here assumes `world_size == tp_size`. Used
+//! by the launcher to spawn, to wait for readiness and to tell each child which endpoints it binds and connects to.
 
-use lockstep_core::ParallelInfo;
+use lockstep_core::{ParallelInfo, Topology};
 use lockstep_wire::Role;
 
-/// The layout of one server on one host.
+/// The processes of one server on one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Topology {
-    /// Ranks that share one layer's weights.
-    pub tp_size: usize,
-    /// Pipeline stages of a replica.
-    pub pp_size: usize,
-    /// Replicas.
-    pub dp_size: usize,
+pub struct Layout {
+    /// Its ranks.
+    pub topology: Topology,
     /// Tokenizer processes; 0 means that the detokenizer process does both.
     pub num_tokenizer: usize,
 }
 
-/// One child process of a [`Topology`].
+/// One child process of a [`Layout`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
     /// Its part.
@@ -31,29 +26,10 @@ pub struct Process {
     pub parallel: Option<ParallelInfo>,
 }
 
-impl Topology {
-    /// A purely tensor-parallel server with one replica.
-    pub const fn tensor_parallel(tp_size: usize, num_tokenizer: usize) -> Self {
-        Self { tp_size, pp_size: 1, dp_size: 1, num_tokenizer }
-    }
-
-    /// Places of all ranks, by ascending global rank. On one host the local rank is the global one.
-    pub fn ranks(&self) -> impl Iterator<Item = ParallelInfo> + use<> {
-        let Self { tp_size, pp_size, dp_size, .. } = *self;
-        (0..tp_size * pp_size * dp_size).map(move |rank| ParallelInfo {
-            tp_rank: rank % tp_size,
-            tp_size,
-            pp_rank: rank / tp_size % pp_size,
-            pp_size,
-            dp_rank: rank / tp_size / pp_size,
-            dp_size,
-            local_rank: rank,
-        })
-    }
-
+impl Layout {
     /// Every child in the order to start them: schedulers first, because they load longest.
     pub fn processes(&self) -> Vec<Process> {
-        let schedulers = self.ranks().map(|parallel| Process {
+        let schedulers = self.topology.places().map(|parallel| Process {
             role: Role::Scheduler(parallel.rank()),
             name: format!("lockstep-{}-scheduler", parallel.label()),
             parallel: Some(parallel),
@@ -88,8 +64,8 @@ impl Topology {
             api: "api".into(),
             tokenizers,
             detokenizer: "detokenizer-0".into(),
-            schedulers: (0..self.dp_size).map(|dp| format!("scheduler-{dp}")).collect(),
-            broadcasts: (0..self.dp_size).map(|dp| format!("broadcast-{dp}")).collect(),
+            schedulers: (0..self.topology.dp_size).map(|dp| format!("scheduler-{dp}")).collect(),
+            broadcasts: (0..self.topology.dp_size).map(|dp| format!("broadcast-{dp}")).collect(),
         }
     }
 }
@@ -115,18 +91,22 @@ pub struct Endpoints {
 mod tests {
     use super::*;
 
-    fn names(t: Topology) -> Vec<String> {
-        t.processes().into_iter().map(|p| p.name).collect()
+    fn layout(tp_size: usize, pp_size: usize, dp_size: usize, num_tokenizer: usize) -> Layout {
+        Layout { topology: Topology { tp_size, pp_size, dp_size }, num_tokenizer }
+    }
+
+    fn names(layout: Layout) -> Vec<String> {
+        layout.processes().into_iter().map(|p| p.name).collect()
     }
 
     #[test]
     fn tensor_parallel_names() {
         assert_eq!(
-            names(Topology::tensor_parallel(2, 0)),
+            names(layout(2, 1, 1, 0)),
             ["lockstep-TP0-scheduler", "lockstep-TP1-scheduler", "lockstep-detokenizer-0"]
         );
         assert_eq!(
-            names(Topology::tensor_parallel(1, 2)),
+            names(layout(1, 1, 1, 2)),
             [
                 "lockstep-TP0-scheduler",
                 "lockstep-tokenizer-0",
@@ -138,9 +118,7 @@ mod tests {
 
     #[test]
     fn every_axis_counts() {
-        let t = Topology { tp_size: 2, pp_size: 3, dp_size: 2, num_tokenizer: 1 };
-        let ranks: Vec<_> = t.ranks().collect();
-        assert_eq!(ranks.iter().map(ParallelInfo::rank).collect::<Vec<_>>(), (0..12).collect::<Vec<_>>());
+        let t = layout(2, 3, 2, 1);
         assert_eq!(names(t)[7], "lockstep-DP1-PP0-TP1-scheduler");
         assert_eq!(
             t.acknowledging(),
@@ -151,7 +129,7 @@ mod tests {
 
     #[test]
     fn names_are_unique() {
-        let t = Topology { tp_size: 8, pp_size: 2, dp_size: 2, num_tokenizer: 3 };
+        let t = layout(8, 2, 2, 3);
         let mut all = names(t);
         let count = all.len();
         all.sort();
@@ -161,7 +139,7 @@ mod tests {
 
     #[test]
     fn no_tokenizer_still_has_a_tokenizer_endpoint() {
-        assert_eq!(Topology::tensor_parallel(1, 0).endpoints().tokenizers, ["tokenizer-0"]);
-        assert_eq!(Topology::tensor_parallel(1, 2).endpoints().tokenizers.len(), 2);
+        assert_eq!(layout(1, 1, 1, 0).endpoints().tokenizers, ["tokenizer-0"]);
+        assert_eq!(layout(1, 1, 1, 2).endpoints().tokenizers.len(), 2);
     }
 }
