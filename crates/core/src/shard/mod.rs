@@ -106,6 +106,12 @@ pub fn check_tp_size(config: &ModelConfig, tp_size: i64) -> Result<(), ConfigErr
     Err(ConfigError::IllegalTpSize { tp_size, reason, legal: legal.join(", ") })
 }
 
+/// The tp sizes of this model that owe each other equal bits: those among 1, 2, 4 and 8 that can cut it.
+pub fn exact_tp_sizes(config: &ModelConfig) -> Vec<usize> {
+    let sizes = (0..=K_LEAVES.ilog2()).map(|level| 1 << level);
+    sizes.filter(|&size| why_illegal(config, size).is_none()).collect()
+}
+
 /// The first rule that `tp_size` breaks, in words.
 fn why_illegal(config: &ModelConfig, tp_size: usize) -> Option<String> {
     let (heads, kv) = (config.num_heads, config.num_kv_heads);

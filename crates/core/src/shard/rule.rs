@@ -6,7 +6,7 @@
 //! `docs/sharding.md` all derive from it.
 
 use super::{HeadShard, VocabShard, even, leaf_bounds};
-use crate::{DType, ParallelInfo};
+use crate::{CODE_GROUP, DType, ParallelInfo, WeightType};
 use std::ops::Range;
 
 /// How rows (outputs) are divided over a TP group.
@@ -90,6 +90,13 @@ pub struct Columns {
     /// Equal runs per rank (row-parallel: partial sums are reduced afterwards), or all columns on
     /// every rank.
     pub cut: bool,
+}
+
+impl Columns {
+    /// Columns of a rank at this tp size, rounded down where it cannot cut them.
+    fn local_len(self, tp_size: usize) -> usize {
+        if self.cut { self.global_len / tp_size } else { self.global_len }
+    }
 }
 
 /// A run of rows of one stored tensor.
@@ -180,13 +187,18 @@ impl WeightRule {
         }
     }
 
-    /// This rank's part of a matrix; `None` for a vector. Panics when the tp size is illegal.
-    pub fn local_matrix(&self, p: ParallelInfo) -> Option<LocalMatrix> {
+    /// This rank's part of a matrix kept as `weight_type`; `None` for a vector. Leaves of codes are whole groups.
+    /// Panics when the tp size is illegal.
+    pub fn local_matrix(&self, p: ParallelInfo, weight_type: WeightType) -> Option<LocalMatrix> {
+        let block = match weight_type {
+            WeightType::Float(_) => 1,
+            WeightType::Coded(_) => CODE_GROUP,
+        };
         let columns = self.columns?;
         let (local, leaves) = match columns.cut {
             true => (
                 even(columns.global_len, p.tp_rank, p.tp_size),
-                leaf_bounds(columns.global_len, 1, p.tp_rank, p.tp_size),
+                leaf_bounds(columns.global_len, block, p.tp_rank, p.tp_size),
             ),
             false => (0..columns.global_len, vec![0, columns.global_len]),
         };
@@ -220,15 +232,31 @@ impl WeightRule {
         columns && self.pieces.iter().all(|piece| piece.cut.is_legal(piece.rows.len(), tp_size))
     }
 
-    /// Element type of the parameter: f32 for a vector; for a matrix the type of its pieces, or
-    /// f32, which holds both, where they differ. The same at every tp size.
-    pub fn dtype(&self, dtype_of: impl Fn(&str) -> Option<DType>) -> DType {
-        if self.columns.is_none() {
-            return DType::F32;
+    /// The form in which the parameter is kept: f32 for a vector; for a matrix that of its pieces, or what holds
+    /// them all, where they differ. `type_of` gives the form of a tensor by what it counts as and its name; `exact_sizes` are the tp sizes
+    /// that owe each other equal bits ([`exact_tp_sizes`](super::exact_tp_sizes)).
+    ///
+    /// Codes need columns in whole groups on every rank. Where some tp size cuts through a group the matrix is
+    /// kept as floats at all sizes, so that all give the same answers.
+    pub fn weight_type(
+        &self,
+        p: ParallelInfo,
+        exact_sizes: &[usize],
+        type_of: impl Fn(Group, &str) -> Option<WeightType>,
+    ) -> WeightType {
+        let Some(columns) = self.columns else { return DType::F32.into() };
+        let types = self.pieces.iter().filter_map(|piece| type_of(self.group, &piece.tensor));
+        let whole_groups = |size: &usize| columns.local_len(*size).is_multiple_of(CODE_GROUP);
+        let fit = exact_sizes.iter().chain([&p.tp_size]).all(whole_groups);
+        let joined = types.reduce(|a, b| match (a, b) {
+            (WeightType::Coded(a), WeightType::Coded(b)) => WeightType::Coded(a.join(b)),
+            (a, b) if a.as_float() == b.as_float() => a.as_float().into(),
+            _ => DType::F32.into(),
+        });
+        match joined {
+            Some(WeightType::Coded(_)) if !fit => DType::Bf16.into(),
+            joined => joined.unwrap_or(DType::F32.into()),
         }
-        let mut types = self.pieces.iter().filter_map(|piece| dtype_of(&piece.tensor));
-        let first = types.next().unwrap_or(DType::F32);
-        if types.all(|t| t == first) { first } else { DType::F32 }
     }
 
     /// How a piece is cut, as in the table of `docs/sharding.md`.
@@ -265,6 +293,7 @@ fn padding_rows(piece: &Piece, p: ParallelInfo) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::CodeLayout;
 
     fn rank(tp_rank: usize, tp_size: usize) -> ParallelInfo {
         ParallelInfo::tensor_parallel(tp_rank, tp_size)
@@ -299,22 +328,47 @@ mod tests {
     fn vocabulary_is_padded_and_columns_have_leaves() {
         let piece = Piece::whole("head", 321, RowCut::Vocabulary);
         let head = WeightRule::matrix(Group::Vocabulary, vec![piece], Columns { global_len: 4, cut: false });
-        let local = head.local_matrix(rank(1, 2)).unwrap();
+        let local = head.local_matrix(rank(1, 2), DType::F32.into()).unwrap();
         assert_eq!((local.rows, local.padding_rows, local.columns), (160, 1, 0..4));
         let piece = Piece::whole("down", 4, RowCut::Replicated);
         let down = WeightRule::matrix(Group::Mlp, vec![piece], Columns { global_len: 96, cut: true });
-        let local = down.local_matrix(rank(1, 4)).unwrap();
+        let local = down.local_matrix(rank(1, 4), DType::F32.into()).unwrap();
         assert_eq!((local.columns, local.leaves), (24..48, vec![0, 12, 24]));
         assert_eq!((down.replicated_elements(rank(1, 4)), down.local_elements(rank(1, 4))), (0, 96));
     }
 
     #[test]
-    fn fused_parts_of_two_types_become_f32() {
+    fn fused_parts_of_two_types_become_what_holds_both() {
         let mut rule = fused();
-        assert_eq!(rule.dtype(|_| Some(DType::Bf16)), DType::Bf16);
+        rule.columns = Some(Columns { global_len: 64, cut: false });
         rule.pieces[1].tensor = "k".into();
-        assert_eq!(rule.dtype(|t| Some(if t == "k" { DType::F16 } else { DType::Bf16 })), DType::F32);
+        let of = |rule: &WeightRule, k: WeightType, others: WeightType| {
+            rule.weight_type(rank(0, 1), &[1, 2], |_, t| Some(if t == "k" { k } else { others }))
+        };
+        let (f32, f16, bf16) = (DType::F32.into(), DType::F16.into(), DType::Bf16.into());
+        assert_eq!(of(&rule, bf16, bf16), bf16);
+        assert_eq!(of(&rule, f16, bf16), f32);
+        let codes = |highest| WeightType::Coded(CodeLayout::new(0, highest, true, false));
+        assert_eq!(of(&rule, codes(31), codes(15)), codes(31));
+        assert_eq!(of(&rule, codes(31), bf16), bf16);
+        assert_eq!(of(&rule, codes(31), f16), f32);
+        rule.columns = Some(Columns { global_len: 80, cut: false });
+        assert_eq!(of(&rule, codes(15), codes(15)), bf16, "not whole groups");
         let bias = WeightRule::vector(Group::Biases, "b", 8, RowCut::Even);
-        assert_eq!(bias.dtype(|_| Some(DType::Bf16)), DType::F32);
+        assert_eq!(of(&bias, bf16, bf16), f32);
+    }
+
+    #[test]
+    fn codes_are_kept_where_no_tp_size_cuts_a_group_and_leaves_are_whole_groups() {
+        let codes = WeightType::Coded(CodeLayout::new(-8, 7, false, false));
+        let piece = Piece::whole("down", 4, RowCut::Replicated);
+        let down = WeightRule::matrix(Group::Mlp, vec![piece], Columns { global_len: 192, cut: true });
+        let of = |p, sizes: &[usize]| down.weight_type(p, sizes, |_, _| Some(codes));
+        assert_eq!(of(rank(0, 1), &[1, 2]), codes);
+        assert_eq!(of(rank(0, 3), &[1, 2]), codes);
+        assert_eq!(of(rank(0, 1), &[1, 2, 4]), DType::Bf16.into(), "tp 4 would cut 48 columns");
+        assert_eq!(of(rank(0, 4), &[1, 2]), DType::Bf16.into());
+        let local = down.local_matrix(rank(1, 2), codes).unwrap();
+        assert_eq!((local.columns, local.leaves), (96..192, vec![0, 0, 32, 64, 96]));
     }
 }
