@@ -7,7 +7,7 @@ use crate::locate;
 use crate::mapped::MappedFile;
 use crate::storage::{StorageKind, TensorInfo};
 use crate::tensor::{Form, Piece, Tensor};
-use lockstep_core::{DType, ModelConfig, TokenId};
+use lockstep_core::{CodeLayout, DType, ModelConfig, TokenId};
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -103,6 +103,12 @@ impl ModelFiles {
         self.opened.tensors.get(name)?.info.stored.dtype()
     }
 
+    /// The layout in which [`read_codes`](Self::read_codes) gives a tensor, or one that it joins; `None` for a tensor that is
+    /// missing or has no codes.
+    pub fn codes_of(&self, name: &str) -> Option<CodeLayout> {
+        self.opened.tensors.get(name)?.info.stored.code_layout()
+    }
+
     /// The tensor, if it can be read and has exactly this shape.
     ///
     /// Errors name the tensor, the file and both shapes or the type, or the files that were searched.
@@ -165,16 +171,23 @@ impl ModelFiles {
     /// A quantised tensor is unpacked on every rank and at every tp size, never only where a cut
     /// would fall inside a block or group, so that the weights a model computes with do not depend
     /// on tp.
-    pub fn conversions(&self) -> Vec<String> {
+    ///
+    /// `as_codes`: the device multiplies with codes, and nobody asked for floats.
+    pub fn conversions(&self, as_codes: bool) -> Vec<String> {
         let mut tensors_by_kind = BTreeMap::new();
         for tensor in self.opened.tensors.values().filter(|t| t.info.stored.is_quantised()) {
             *tensors_by_kind.entry(tensor.info.stored).or_insert(0usize) += 1;
         }
         let mut lines: Vec<String> = tensors_by_kind
             .into_iter()
-            .map(|(kind, n)| match n {
-                1 => format!("1 tensor stored as {kind} is unpacked to bf16 while loading"),
-                n => format!("{n} tensors stored as {kind} are unpacked to bf16 while loading"),
+            .map(|(kind, n)| {
+                let (tensors, are) = if n == 1 { ("tensor", "is") } else { ("tensors", "are") };
+                match kind.code_layout().filter(|_| as_codes) {
+                    Some(layout) => {
+                        format!("{n} {tensors} stored as {kind} {are} kept as {}", layout.words())
+                    }
+                    None => format!("{n} {tensors} stored as {kind} {are} unpacked to bf16 while loading"),
+                }
             })
             .collect();
         match self.opened.ignored_scales {

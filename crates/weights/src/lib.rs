@@ -5,7 +5,8 @@
 //! they are read, on every rank and at every tp size, so that what a model computes with never
 //! depends on tp ([`ModelFiles::conversions`] says what was unpacked). bf16 rather than f32, as for
 //! the checkpoints that were quantised: its rounding is finer than any of these formats, and a
-//! rank holds half the bytes.
+//! rank holds half the bytes. A device that multiplies with small integers asks for blocks as codes with
+//! scales instead ([`ModelFiles::read_codes`]).
 //!
 //! **Invariants:** files are mapped and only the asked slices are read; a rank's resident pages of
 //! the mappings stay below about 12 MiB (and one packed matrix for GPTQ and AWQ); a slice has the
@@ -37,4 +38,5 @@ pub use files::{ModelFiles, unread_keys_report};
 pub use generation::GenerationDefaults;
 pub use hf::{ConfigFile, read_config};
 pub use locate::holds_weights;
+pub use read::quantise;
 pub use storage::{StorageKind, TensorInfo};

@@ -6,9 +6,11 @@ use crate::files::ModelFiles;
 use crate::grouped::{Grouped, GroupedBytes, Membership};
 use crate::storage::{StorageKind, TensorInfo};
 use crate::tensor::{Form, RowOrder, Tensor};
-use lockstep_core::DType;
+use lockstep_core::{CODE_GROUP, CodeLayout, DType, QuantizeFormat, WeightType};
 use std::ops::Range;
 
+/// Elements that are quantised at a time, whole groups.
+const QUANTISE_CHUNK: usize = 64 * CODE_GROUP;
 /// Stored bytes that are read between two looks at the resident pages.
 const PIECE_BYTES: usize = 4 << 20;
 
@@ -42,11 +44,7 @@ impl ModelFiles {
         let tensor = self.find(name)?;
         let (_, dtype) = self.readable(name, tensor)?;
         let info = &tensor.info;
-        let inside = |range: &Range<usize>, len: usize| range.start <= range.end && range.end <= len;
-        if info.shape.len() < 2 || !inside(&rows, info.rows()) || !inside(&cols, info.cols()) {
-            let asked = format!("the matrix part rows {rows:?}, columns {cols:?}");
-            return Err(WeightsError::OutOfRange { name: name.into(), asked, shape: info.shape.clone() });
-        }
+        check_part(name, info, &rows, &cols)?;
         out.clear();
         if cols.is_empty() || rows.is_empty() {
             return Ok(dtype);
@@ -56,7 +54,7 @@ impl ModelFiles {
             Form::Rows(order) => {
                 let part = RowPart::new(info, cols);
                 let stored = self.stored(&tensor.data);
-                self.by_pieces(info, rows, |rows| part.append(*order, stored, rows, out));
+                self.by_pieces(info, rows, |rows| part.append(*order, stored, rows, Unpack::Floats, out));
             }
             Form::Scaled(scales) => {
                 let stored = (self.stored(&tensor.data), self.stored(&scales.data));
@@ -65,6 +63,30 @@ impl ModelFiles {
             Form::Grouped(grouped) => self.read_grouped(tensor, grouped, (rows, cols), out)?,
         }
         Ok(dtype)
+    }
+
+    /// As [`read_rows`](Self::read_rows), but leaves the elements as codes: rows of groups in `layout`, each as
+    /// [`CodeLayout::staged_group_bytes`] says.
+    ///
+    /// Errors: as there. Panics when the tensor has no codes ([`codes_of`](Self::codes_of)), `layout` does not hold them, or
+    /// `cols` is not whole groups.
+    pub fn read_codes(
+        &self,
+        name: &str,
+        (rows, cols): (Range<usize>, Range<usize>),
+        layout: CodeLayout,
+        out: &mut Vec<u8>,
+    ) -> Result<(), WeightsError> {
+        let tensor = self.find(name)?;
+        let info = &tensor.info;
+        check_part(name, info, &rows, &cols)?;
+        let Form::Rows(order) = &tensor.form else { unreachable!("{name} has no codes") };
+        out.clear();
+        out.reserve_exact(WeightType::Coded(layout).staged_bytes(rows.len() * cols.len()));
+        let part = RowPart::new(info, cols);
+        let stored = self.stored(&tensor.data);
+        self.by_pieces(info, rows, |rows| part.append(*order, stored, rows, Unpack::Codes(layout), out));
+        Ok(())
     }
 
     /// Calls `read` for a few MiB of rows at a time, so that resident pages stay few.
@@ -131,6 +153,54 @@ impl ModelFiles {
     }
 }
 
+/// Quantises little-endian elements of `dtype`, whole groups, and gives them in `layout`, group after group as
+/// [`CodeLayout::staged_group_bytes`] says.
+///
+/// Panics when the elements are not whole groups, or `layout` does not hold the format's codes.
+pub fn quantise(
+    format: QuantizeFormat,
+    (dtype, elements): (DType, &[u8]),
+    layout: CodeLayout,
+    out: &mut Vec<u8>,
+) {
+    let kind = match dtype {
+        DType::F32 => StorageKind::F32,
+        DType::F16 => StorageKind::F16,
+        DType::Bf16 => StorageKind::Bf16,
+    };
+    out.clear();
+    let mut values = [0.0; QUANTISE_CHUNK];
+    for elements in elements.chunks(QUANTISE_CHUNK * dtype.size_bytes()) {
+        let values = &mut values[..elements.len() / dtype.size_bytes()];
+        dequant::to_f32(kind, elements, values);
+        dequant::codes::append_quantised(format, values, layout, out);
+    }
+}
+
+/// Fails unless `rows` and `cols` are part of a matrix.
+fn check_part(
+    name: &str,
+    info: &TensorInfo,
+    rows: &Range<usize>,
+    cols: &Range<usize>,
+) -> Result<(), WeightsError> {
+    let inside = |range: &Range<usize>, len: usize| range.start <= range.end && range.end <= len;
+    if info.shape.len() < 2 || !inside(rows, info.rows()) || !inside(cols, info.cols()) {
+        let asked = format!("the matrix part rows {rows:?}, columns {cols:?}");
+        return Err(WeightsError::OutOfRange { name: name.into(), asked, shape: info.shape.clone() });
+    }
+    Ok(())
+}
+
+/// What blocks become.
+#[derive(Clone, Copy)]
+enum Unpack {
+    /// Plain elements as they are, blocks as bf16.
+    Floats,
+    /// Groups of codes.
+    Codes(CodeLayout),
+}
+
 /// One column range of every row.
 struct RowPart {
     kind: StorageKind,
@@ -159,22 +229,24 @@ impl RowPart {
     }
 
     /// Copies or unpacks `rows` from the tensor's bytes `stored`.
-    fn append(&self, order: RowOrder, stored: &[u8], rows: Range<usize>, out: &mut Vec<u8>) {
+    fn append(&self, order: RowOrder, stored: &[u8], rows: Range<usize>, unpack: Unpack, out: &mut Vec<u8>) {
         if self.whole && order == RowOrder::AsStored {
             let run = &stored[rows.start * self.row_bytes..rows.end * self.row_bytes];
-            return self.append_run(run, 0..rows.len() * self.cut.len(), out);
+            return self.append_run(run, 0..rows.len() * self.cut.len(), unpack, out);
         }
         for row in rows {
             let row = &stored[order.stored_row(row) * self.row_bytes..];
-            self.append_run(&row[self.bytes.clone()], self.cut.clone(), out);
+            self.append_run(&row[self.bytes.clone()], self.cut.clone(), unpack, out);
         }
     }
 
-    fn append_run(&self, bytes: &[u8], cut: Range<usize>, out: &mut Vec<u8>) {
-        if self.kind.is_quantised() {
-            dequant::append_bf16(self.kind, bytes, cut, out);
-        } else {
-            out.extend_from_slice(bytes);
+    fn append_run(&self, bytes: &[u8], cut: Range<usize>, unpack: Unpack, out: &mut Vec<u8>) {
+        match unpack {
+            Unpack::Codes(layout) => dequant::codes::append(self.kind, bytes, cut, layout, out),
+            Unpack::Floats if self.kind.is_quantised() => {
+                dequant::append_bf16(self.kind, bytes, cut, out);
+            }
+            Unpack::Floats => out.extend_from_slice(bytes),
         }
     }
 }

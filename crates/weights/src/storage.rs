@@ -1,6 +1,6 @@
 //! How a tensor lies in its file: shape and element or block type.
 
-use lockstep_core::DType;
+use lockstep_core::{CodeLayout, DType};
 use std::fmt;
 
 /// Type of a stored tensor. Kernels that compute on quantised blocks match on this enum.
@@ -123,6 +123,23 @@ impl StorageKind {
             Self::Unsupported(_) => None,
             _ => Some(DType::Bf16),
         }
+    }
+
+    /// How [`ModelFiles::read_codes`](crate::ModelFiles::read_codes) gives the elements: unchanged, but that the scales of
+    /// 256-element blocks, products of an f16 and a small integer, are rounded to f16. `None` for floats and for
+    /// formats with scales in other tensors.
+    pub const fn code_layout(self) -> Option<CodeLayout> {
+        Some(match self {
+            Self::Q4_0 => CodeLayout::new(-8, 7, false, false),
+            Self::Q5_0 => CodeLayout::new(-16, 15, false, false),
+            Self::Q8_0 | Self::Iq4Nl => CodeLayout::new(-128, 127, false, false),
+            Self::Q4_1 | Self::Q4K => CodeLayout::new(0, 15, true, false),
+            Self::Q5_1 | Self::Q5K => CodeLayout::new(0, 31, true, false),
+            Self::Q2K => CodeLayout::new(0, 3, true, true),
+            Self::Q3K => CodeLayout::new(-4, 3, false, true),
+            Self::Q6K => CodeLayout::new(-32, 31, false, true),
+            _ => return None,
+        })
     }
 
     /// Whether reading unpacks the elements.

@@ -141,3 +141,42 @@ fn random_blocks_have_the_values_of_their_layout() {
         }
     }
 }
+
+#[test]
+fn codes_of_a_slice_are_those_of_the_whole() {
+    const SEED: u64 = 0xc0de;
+    println!("seed {SEED}");
+    let mut random = Random::new(SEED);
+    let (rows, cols) = (6, 1024);
+    for (kind, testkit_kind) in TESTKIT_KINDS {
+        let Some(layout) = kind.code_layout() else { continue };
+        let stored = blocks::random(testkit_kind, rows * cols / kind.block_len(), &mut random);
+        let gguf = Gguf::model("qwen2").tensor(
+            "blk.0.ffn_up.weight",
+            &[rows as u64, cols as u64],
+            testkit_kind.number(),
+            stored,
+        );
+        let folder = Folder::new();
+        let files = ModelFiles::open(&folder.write("codes.gguf", gguf.bytes())).unwrap();
+        assert_eq!(files.codes_of(MATRIX), Some(layout), "{kind}");
+        let read = |rows, cols| {
+            let mut out = vec![1, 2, 3];
+            files.read_codes(MATRIX, (rows, cols), layout, &mut out).unwrap();
+            out
+        };
+        let (whole, row_bytes) = (read(0..rows, 0..cols), cols / 32 * layout.staged_group_bytes());
+        assert_eq!(whole.len(), rows * row_bytes, "{kind}");
+        for (from, to) in [(1, 6), (3, 4)] {
+            // From the middle of a block of 256 on.
+            let groups = 3 * layout.staged_group_bytes()..29 * layout.staged_group_bytes();
+            let want: Vec<u8> = whole[from * row_bytes..to * row_bytes]
+                .chunks(row_bytes)
+                .flat_map(|row| row[groups.clone()].to_vec())
+                .collect();
+            assert!(read(from..to, 96..928) == want, "{kind} rows {from}..{to}");
+        }
+        let error = files.read_codes(MATRIX, (0..rows + 1, 0..cols), layout, &mut Vec::new()).unwrap_err();
+        assert!(error.to_string().contains("rows 0..7"), "{error}");
+    }
+}

@@ -80,7 +80,7 @@ fn fp8_with_every_kind_of_scale() {
         check(&format!("{scales:?}"), &files, &matrix, shape);
         assert_eq!(files.tensor(WEIGHT).unwrap().stored, StorageKind::Fp8E4m3);
         assert_eq!(files.tensor_names().collect::<Vec<_>>(), [WEIGHT]);
-        assert_eq!(files.conversions(), ["1 tensor stored as F8_E4M3 is unpacked to bf16 while loading"]);
+        assert_eq!(files.conversions(true), ["1 tensor stored as F8_E4M3 is unpacked to bf16 while loading"]);
         files.release(WEIGHT);
     }
 }
@@ -190,7 +190,7 @@ fn other_tensors_of_a_quantised_checkpoint_stay_as_they_are() {
     assert_eq!(files.read_vector("model.norm.weight", 0..1).unwrap(), [1.0]);
     assert_eq!(files.dtype_of("odd.weight"), None);
     assert!(files.tensor("model.layers.0.self_attn.k_scale").is_none());
-    let lines = files.conversions();
+    let lines = files.conversions(true);
     assert!(lines.len() == 2 && lines[1].starts_with("2 scales of activations"), "{lines:?}");
     assert!(files.read_vector(WEIGHT, 0..1).is_err());
 }

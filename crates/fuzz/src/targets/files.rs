@@ -3,7 +3,8 @@
 use super::files_of;
 use super::text::read_text;
 use crate::targets::text::Scratch;
-use lockstep_core::shard::check_tp_size;
+use lockstep_core::CODE_GROUP;
+use lockstep_core::shard::{check_tp_size, exact_tp_sizes};
 use lockstep_weights::{ModelFiles, read_config};
 use std::path::Path;
 
@@ -68,6 +69,7 @@ pub(crate) fn config(input: &[u8]) {
             for tp_size in [1, 2, 3, 8, 64] {
                 let _ = check_tp_size(&config, tp_size);
             }
+            exact_tp_sizes(&config);
             config.kv_bytes_per_token(config.num_kv_heads);
             for layer in [0, config.num_layers - 1] {
                 config.window(layer);
@@ -82,7 +84,8 @@ pub(crate) fn config(input: &[u8]) {
 fn read_files(path: &Path) {
     let Ok(files) = ModelFiles::open(path) else { return };
     files.source_label();
-    files.conversions();
+    files.conversions(true);
+    files.conversions(false);
     files.unread_keys_report();
     files.generation_defaults();
     if let Some(metadata) = files.gguf() {
@@ -95,6 +98,10 @@ fn read_files(path: &Path) {
         let shape = files.tensor(name).expect("it was listed").shape;
         if let [rows, cols] = shape[..] {
             let _ = files.read_rows(name, 0..rows.min(ROWS_MAX), 0..cols.min(COLS_MAX), &mut out);
+            if let Some(layout) = files.codes_of(name) {
+                let cols = cols.min(COLS_MAX) / CODE_GROUP * CODE_GROUP;
+                let _ = files.read_codes(name, (0..rows.min(ROWS_MAX), 0..cols), layout, &mut out);
+            }
         } else if let [len] = shape[..] {
             let _ = files.read_vector(name, 0..len.min(COLS_MAX));
         }

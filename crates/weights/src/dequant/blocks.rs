@@ -3,7 +3,7 @@
 use super::half_at;
 
 /// The sixteen levels of `IQ4_NL`, from ggml's `kvalues_iq4nl`.
-const IQ4_NL_LEVELS: [f32; 16] = [
+pub(super) const IQ4_NL_LEVELS: [f32; 16] = [
     -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
 ];
 
@@ -27,7 +27,7 @@ pub(super) fn q4_1(block: &[u8; 20], out: &mut [f32; 32]) {
 
 /// Thirty-two 4-bit numbers, apart from their use: so both loops vectorise.
 #[inline(always)]
-fn four_bits(packed: &[u8]) -> [i32; 32] {
+pub(super) fn four_bits(packed: &[u8]) -> [i32; 32] {
     let mut quants = [0; 32];
     let (low, high) = quants.split_at_mut(16);
     for (i, q) in packed[..16].iter().enumerate() {
@@ -60,7 +60,7 @@ pub(super) fn q5_1(block: &[u8; 24], out: &mut [f32; 32]) {
 /// Thirty-two 5-bit numbers: bit `i` of the word at the start is the fifth bit of element `i`, the
 /// nibbles after it are the others.
 #[inline(always)]
-fn five_bits(packed: &[u8]) -> [i32; 32] {
+pub(super) fn five_bits(packed: &[u8]) -> [i32; 32] {
     let fifth = u32::from_le_bytes([packed[0], packed[1], packed[2], packed[3]]);
     let mut quants = [0; 32];
     let (low, high) = quants.split_at_mut(16);

@@ -2,7 +2,7 @@
 //!
 //! Follows the formulas of ggml (`ggml-quants.c`, `dequantize_row_*`) in f32 with the same
 //! association, so results are equal to its reference bit for bit. [`blocks`] has the formats of
-//! 32 elements, [`super_blocks`] those of 256, [`float8`] the eight-bit floats.
+//! 32 elements, [`super_blocks`] those of 256, [`float8`] the eight-bit floats; [`codes`] leaves blocks as small integers with scales.
 //!
 //! Everything is scalar code in loops over fixed-size arrays, which the compiler vectorises; on
 //! x86-64 the same code is compiled a second time for AVX2. Hot loops call neither closures nor
@@ -10,6 +10,7 @@
 //! bits, because Rust never contracts or reorders float operations.
 
 mod blocks;
+pub(crate) mod codes;
 pub(crate) mod float8;
 mod super_blocks;
 

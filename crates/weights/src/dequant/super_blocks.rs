@@ -80,7 +80,7 @@ pub(super) fn q5_k(block: &[u8; 176], out: &mut [f32; 256]) {
 /// `d*scale` and `dmin*min` of the eight groups of `Q4_K` and `Q5_K`, whose 6-bit numbers share the
 /// twelve bytes after the two f16.
 #[inline(always)]
-fn scales_and_minima(block: &[u8]) -> [(f32, f32); 8] {
+pub(super) fn scales_and_minima(block: &[u8]) -> [(f32, f32); 8] {
     let (d, dmin) = (half_at(block, 0), half_at(block, 2));
     let packed = &block[4..16];
     let mut groups = [(0.0, 0.0); 8];
