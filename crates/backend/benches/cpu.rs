@@ -5,12 +5,20 @@
 
 use lockstep_backend::cpu::probe::{self, AttentionShape, MatmulShape, MixtureShape};
 use lockstep_backend::cpu::{CpuOptions, Isa};
-use lockstep_core::DType;
+use lockstep_core::{CodeLayout, DType, WeightType};
 
 /// What can be measured alone.
 const SECTIONS: [&str; 4] = ["decode", "gemm", "attention", "moe"];
 const MAPPED: &str = "memory for the measure";
 
+/// Forms of weights.
+const FORMS: [WeightType; 5] = [
+    WeightType::Float(DType::Bf16),
+    WeightType::Float(DType::F32),
+    WeightType::Coded(CodeLayout::new(0, 15, true, false)),
+    WeightType::Coded(CodeLayout::new(-16, 15, false, false)),
+    WeightType::Coded(CodeLayout::new(-128, 127, false, false)),
+];
 /// (inputs, outputs) of SmolLM2-135M, its head, and a 7B projection.
 const SHAPES: [(usize, usize); 6] =
     [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152), (4096, 4096)];
@@ -67,15 +75,16 @@ fn mixture(options: &CpuOptions) {
 /// Products with few rows, as a share of memory bandwidth.
 fn decode(options: &CpuOptions) {
     for (in_features, out_features) in SHAPES {
-        for rows in [1, 2, 4, 8] {
+        for (rows, weight_type) in [1, 2, 4, 8].into_iter().flat_map(|rows| FORMS.map(|form| (rows, form))) {
             // Enough matrices that they do not stay in any cache.
-            let matrices = (128 << 20) / (in_features * out_features * 2) + 1;
-            let shape = MatmulShape { rows, in_features, out_features, dtype: DType::Bf16, matrices };
+            let matrices = (128 << 20) / weight_type.packed_bytes(in_features * out_features) + 1;
+            let shape = MatmulShape { rows, in_features, out_features, weight_type, matrices };
             let bandwidth = probe::bandwidth_gbs(options.threads, 128 << 20, true).expect(MAPPED);
             let time = probe::matmul_time(options.clone(), shape).expect(MAPPED).as_secs_f64();
             let gbs = shape.weight_bytes() as f64 / time / 1e9;
             println!(
-                "bf16 {rows:4} x {in_features} -> {out_features}: {:.1} us, {gbs:.1} GB/s, {:.0} % of memory",
+                "{} {rows:4} x {in_features} -> {out_features}: {:.1} us, {gbs:.1} GB/s, {:.0} % of memory",
+                weight_type.words(),
                 time * 1e6,
                 gbs / bandwidth * 100.0
             );
@@ -85,19 +94,19 @@ fn decode(options: &CpuOptions) {
 
 /// Products with many rows, as a share of the FMA rate.
 fn gemm(options: &CpuOptions) {
-    for dtype in [DType::Bf16, DType::F32] {
+    for weight_type in FORMS {
         for (in_features, out_features) in SHAPES {
             for rows in [16, 32, 64, 512] {
                 if out_features > 10_000 && rows > 64 {
                     continue;
                 }
                 let peak = probe::fma_gflops(options.threads);
-                let shape = MatmulShape { rows, in_features, out_features, dtype, matrices: 1 };
+                let shape = MatmulShape { rows, in_features, out_features, weight_type, matrices: 1 };
                 let time = probe::matmul_time(options.clone(), shape).expect(MAPPED).as_secs_f64();
                 let gflops = shape.flops() / time / 1e9;
                 println!(
                     "{} {rows:4} x {in_features} -> {out_features}: {gflops:.0} GFLOP/s, {:.0} % of {peak:.0}",
-                    dtype.name(),
+                    weight_type.words(),
                     gflops / peak * 100.0
                 );
             }

@@ -142,6 +142,9 @@ pub trait Backend {
     /// A step's operations as the device repeats them ([`Backend::record`]).
     type Recording;
 
+    /// Whether [`Backend::matmul`] and [`Backend::embed`] take matrices of codes.
+    const TAKES_CODES: bool = false;
+
     /// E.g. `cpu avx512 x2`; shown in logs and `/server_info`.
     fn describe(&self) -> String;
 
@@ -162,7 +165,8 @@ pub trait Backend {
         let linear = self.linears(&[spec])?.pop();
         Ok(linear.expect("invariant: a matrix for each description"))
     }
-    /// Packs `data` (row-major `[n, spec.in_features]` little-endian elements of `spec.dtype`) as
+    /// Packs `data` (row-major `[n, spec.in_features]` little-endian elements or groups of `spec.weight_type`, as it comes
+    /// from files) as
     /// output rows `first_row..first_row+n`. Called in bands of a few MiB so that loading needs
     /// little memory beyond the shard.
     fn pack_rows(&self, linear: &mut Self::Linear, first_row: usize, data: &[u8]);

@@ -1,6 +1,6 @@
 //! What a weight matrix is, before any device packs it.
 
-use lockstep_core::DType;
+use lockstep_core::WeightType;
 
 /// The local part `[out_features, in_features]` of a weight matrix, and how its sum is ordered.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -9,8 +9,8 @@ pub struct LinearSpec {
     pub out_features: usize,
     /// Inputs on this rank.
     pub in_features: usize,
-    /// Storage type; the same at every tp size.
-    pub dtype: DType,
+    /// Form of the elements; the same at every tp size. Leaves of codes are whole groups.
+    pub weight_type: WeightType,
     /// Boundaries of the leaves of the input sum, `n + 1` ascending values from 0 to
     /// `in_features` with `n` a power of two (`lockstep_core::shard::leaf_bounds`). Each leaf is
     /// summed in ascending order by fused multiply-add from 0, leaves are added as a binary tree.
@@ -20,7 +20,7 @@ pub struct LinearSpec {
 
 impl LinearSpec {
     /// A matrix whose whole input is one leaf (column- and vocab-parallel).
-    pub fn single_leaf(out_features: usize, in_features: usize, dtype: DType) -> Self {
-        Self { out_features, in_features, dtype, leaves: vec![0, in_features] }
+    pub fn single_leaf(out_features: usize, in_features: usize, weight_type: impl Into<WeightType>) -> Self {
+        Self { out_features, in_features, weight_type: weight_type.into(), leaves: vec![0, in_features] }
     }
 }

@@ -10,7 +10,7 @@
 //!   start-up. The list of attention tasks grows once to the largest step.
 //! * Only this folder holds unsafe kernels of the CPU. A panic in one aborts the process.
 //!
-//! Reading order: [`simd`], `pool`, `memory`, `packed`, `matmul`, `pointwise`, `activation`,
+//! Reading order: [`simd`], `pool`, `memory`, `packed`, `matmul`, `codes`, `pointwise`, `activation`,
 //! `kv_cache`, `attention`, `moe`; [`probe`] measures the machine.
 
 // Kernels index lanes and tiles by number; iterator adapters would put vector operations into
@@ -19,6 +19,7 @@
 
 mod activation;
 mod attention;
+mod codes;
 mod exp;
 mod kv_cache;
 mod matmul;
@@ -45,9 +46,10 @@ use crate::{
     RopeAndStore,
 };
 use lockstep_comm::collective::Collective;
-use lockstep_core::PageId;
 use lockstep_core::config::{Activation, RopeFrequencies};
+use lockstep_core::{PageId, WeightType};
 use std::borrow::Cow;
+use std::cell::RefCell;
 
 /// How the backend of one rank runs.
 #[derive(Clone, Debug, Default)]
@@ -68,6 +70,8 @@ pub struct CpuBackend {
     arena: memory::Arena,
     scratch: tensor::Scratch,
     attention_plan: attention::Plan,
+    /// Shared by all products; [`Backend::tensor`] makes room for its tensors.
+    coded_inputs: RefCell<codes::CodedInputs>,
 }
 
 impl CpuBackend {
@@ -88,7 +92,8 @@ impl CpuBackend {
         let arena = memory::Arena::default();
         // A mixture's scratch covers the matrix product's.
         let scratch = tensor::Scratch::new(&arena, threads, moe::SCRATCH_LEN.max(attention::SCRATCH_LEN))?;
-        Ok(Self { isa, pool, arena, scratch, attention_plan: attention::Plan::new()? })
+        let coded_inputs = RefCell::new(codes::CodedInputs::new()?);
+        Ok(Self { isa, pool, arena, scratch, attention_plan: attention::Plan::new()?, coded_inputs })
     }
 
     /// The instruction set in use.
@@ -117,11 +122,14 @@ impl Backend for CpuBackend {
     type MoeWorkspace = CpuMoeWorkspace;
     type Recording = std::convert::Infallible;
 
+    const TAKES_CODES: bool = true;
+
     fn describe(&self) -> String {
         format!("cpu {} x{}", self.isa.name(), self.threads())
     }
 
     fn tensor(&self, rows_max: usize, cols: usize) -> Result<CpuTensor> {
+        self.coded_inputs.borrow_mut().reserve(rows_max, cols)?;
         CpuTensor::new(&self.arena, rows_max, cols)
     }
 
@@ -197,10 +205,17 @@ impl Backend for CpuBackend {
         out: &mut CpuTensor,
     ) {
         let bias = bias.map(CpuVector::values);
+        let codes = match w.spec().weight_type {
+            WeightType::Float(_) => None,
+            WeightType::Coded(layout) => {
+                Some(self.coded_inputs.get_mut().fill((self.isa, &self.pool), x.view(rows), layout))
+            }
+        };
         let product = matmul::Matmul {
             isa: self.isa,
             weights: w,
             x: x.view(rows),
+            codes,
             x_rows: None,
             bias,
             rows,

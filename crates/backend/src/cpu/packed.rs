@@ -3,16 +3,18 @@
 //! A matrix `[out, in]` is cut into tiles of 16 output rows, each stored as `[in][16]`: the lanes of
 //! a vector are outputs, so one fused multiply-add chain per output walks the inputs in ascending
 //! order, in GEMV and GEMM alike, and a tile is one sequential stream of memory. The last tile's
-//! missing outputs are zero. Elements keep their storage type and are widened in registers.
+//! missing outputs are zero. Floats keep their storage type and are widened in registers; codes lie as
+//! [`super::codes`] says.
 
+use super::codes;
 use super::memory::{Arena, Region};
 use super::pool::ThreadPool;
 use super::simd::{Isa, Kernel, LANES, Simd};
 use crate::bands::BAND_ROWS_STEP;
 use crate::{Bands, LinearSpec, Result};
 use half::{bf16, f16};
-use lockstep_core::DType;
 use lockstep_core::limits::K_LEAVES;
+use lockstep_core::{CODE_GROUP, DType, WeightType};
 
 /// Bytes below which packing runs on the caller alone.
 const PACK_PARALLEL_BYTES: usize = 256 << 10;
@@ -32,7 +34,12 @@ impl PackedLinear {
         assert!(leaves.is_power_of_two() && leaves <= K_LEAVES, "{leaves} leaves: a power of two up to 8");
         assert!(spec.leaves.is_sorted() && spec.leaves[0] == 0, "leaf boundaries ascend from 0");
         assert_eq!(spec.leaves[leaves], spec.in_features, "the last leaf ends with the input");
-        let bytes = spec.out_features.div_ceil(LANES) * LANES * spec.in_features * spec.dtype.size_bytes();
+        let whole = |bound: &usize| {
+            matches!(spec.weight_type, WeightType::Float(_)) || bound.is_multiple_of(CODE_GROUP)
+        };
+        assert!(spec.leaves.iter().all(whole), "leaves of codes are whole groups");
+        let bytes =
+            spec.out_features.div_ceil(LANES) * LANES * spec.weight_type.packed_bytes(spec.in_features);
         let region = arena.region(bytes, "weights")?;
         Ok(Self { spec, region })
     }
@@ -54,12 +61,12 @@ impl PackedLinear {
 
     /// Bytes of a tile.
     pub(super) fn tile_bytes(&self) -> usize {
-        LANES * self.spec.in_features * self.spec.dtype.size_bytes()
+        LANES * self.spec.weight_type.packed_bytes(self.spec.in_features)
     }
 
-    /// Pointer to input `k` of tile `tile`; what follows is `[in - k][16]` elements.
+    /// Pointer to input `k` of tile `tile`; what follows is `[in - k][16]` elements, or the groups from `k`'s on.
     pub(super) fn tile(&self, tile: usize, k: usize) -> *const u8 {
-        let offset = tile * self.tile_bytes() + k * LANES * self.spec.dtype.size_bytes();
+        let offset = tile * self.tile_bytes() + LANES * self.spec.weight_type.packed_bytes(k);
         assert!(offset <= self.region.bytes(), "tile lies inside the matrix");
         // SAFETY: inside the region by the assertion.
         unsafe { self.region.as_ptr::<u8>().add(offset) }
@@ -107,12 +114,20 @@ impl PackedLinear {
     pub(super) fn unpack_row(&self, row: usize, out: &mut [f32]) {
         assert!(row < self.spec.out_features && out.len() == self.spec.in_features, "row of the matrix");
         let (tile, lane) = (self.tile(row / LANES, 0), row % LANES);
+        let dtype = match self.spec.weight_type {
+            WeightType::Float(dtype) => dtype,
+            WeightType::Coded(layout) => {
+                // SAFETY: a whole tile of the matrix.
+                let tile = unsafe { std::slice::from_raw_parts(tile, self.tile_bytes()) };
+                return codes::unpack_row(layout, tile, lane, out);
+            }
+        };
         for (k, value) in out.iter_mut().enumerate() {
             let index = k * LANES + lane;
             // SAFETY: `index` is inside the tile, which holds `in_features * 16` elements of the
             // matrix's type, aligned to 64 bytes.
             *value = unsafe {
-                match self.spec.dtype {
+                match dtype {
                     DType::F32 => *tile.cast::<f32>().add(index),
                     DType::F16 => (*tile.cast::<f16>().add(index)).to_f32(),
                     DType::Bf16 => (*tile.cast::<bf16>().add(index)).to_f32(),
@@ -143,8 +158,9 @@ struct Band<'a> {
 }
 
 impl Packer<'_> {
+    /// Bytes of a row that comes in.
     fn row_bytes(&self) -> usize {
-        self.spec.in_features * self.spec.dtype.size_bytes()
+        self.spec.weight_type.staged_bytes(self.spec.in_features)
     }
 
     /// The rows from `first_row` that `data` holds, if any.
@@ -167,9 +183,19 @@ impl Packer<'_> {
         let row_bytes = self.row_bytes();
         let rows = (tile * LANES).max(band.first_row)..((tile + 1) * LANES).min(band.first_row + band.rows);
         let data = &band.data[(rows.start - band.first_row) * row_bytes..][..rows.len() * row_bytes];
+        let tile_bytes = LANES * self.spec.weight_type.packed_bytes(self.spec.in_features);
         // SAFETY: the region holds every tile of the matrix, and the band lies inside it.
-        let target = unsafe { self.packed.0.add(tile * LANES * row_bytes) };
-        let two_bytes = self.spec.dtype.size_bytes() == 2;
+        let target = unsafe { self.packed.0.add(tile * tile_bytes) };
+        let two_bytes = match self.spec.weight_type {
+            WeightType::Float(dtype) => dtype.size_bytes() == 2,
+            WeightType::Coded(layout) => {
+                for (row, staged) in rows.zip(data.chunks_exact(row_bytes)) {
+                    // SAFETY: a row of the tile, held alone by the caller's promise.
+                    unsafe { codes::pack_row(layout, staged, target, row % LANES) };
+                }
+                return;
+            }
+        };
         if rows.len() == LANES && row_bytes.is_multiple_of(size_of::<u32>()) {
             let tile =
                 WholeTile { rows: data.as_ptr(), words: row_bytes / size_of::<u32>(), two_bytes, target };

@@ -12,9 +12,9 @@ use crate::{
     Attention, AttentionBatch, AttentionRow, Backend, ExpertWeights, KvLayout, LinearSpec, MoeArgs, MoeShape,
     QkvShape, Result,
 };
-use lockstep_core::DType;
 use lockstep_core::config::Activation;
 use lockstep_core::shard::leaf_bounds;
+use lockstep_core::{CODE_GROUP, DType, WeightType};
 use std::time::{Duration, Instant};
 
 /// Bytes a chunk of the bandwidth measure reads.
@@ -125,8 +125,8 @@ pub struct MatmulShape {
     pub in_features: usize,
     /// Outputs.
     pub out_features: usize,
-    /// Weight type.
-    pub dtype: DType,
+    /// Form of the weights.
+    pub weight_type: WeightType,
     /// How many different matrices take turns, so that weights come from memory as in a model.
     pub matrices: usize,
 }
@@ -134,7 +134,7 @@ pub struct MatmulShape {
 impl MatmulShape {
     /// Bytes of weights one product reads.
     pub fn weight_bytes(&self) -> usize {
-        self.in_features * self.out_features * self.dtype.size_bytes()
+        self.weight_type.packed_bytes(self.in_features * self.out_features)
     }
 
     /// Floating point operations of one product.
@@ -143,22 +143,26 @@ impl MatmulShape {
     }
 }
 
-/// A packed matrix of ones, so that no time goes into denormals.
+/// A packed matrix of ones (codes: of ones times 1, plus 1 where there are bases), so that no time goes into denormals.
 fn ones(backend: &CpuBackend, spec: &LinearSpec) -> Result<PackedLinear> {
-    let element: &[u8] = match spec.dtype {
-        DType::F32 => &1f32.to_le_bytes(),
-        DType::F16 => &half::f16::ONE.to_le_bytes(),
-        DType::Bf16 => &half::bf16::ONE.to_le_bytes(),
+    let (unit, elements) = match spec.weight_type {
+        WeightType::Float(DType::F32) => (1f32.to_le_bytes().to_vec(), 1),
+        WeightType::Float(DType::F16) => (half::f16::ONE.to_le_bytes().to_vec(), 1),
+        WeightType::Float(DType::Bf16) => (half::bf16::ONE.to_le_bytes().to_vec(), 1),
+        WeightType::Coded(layout) => {
+            let factors = half::f16::ONE.to_le_bytes().repeat(layout.factors());
+            ([factors, vec![1; CODE_GROUP]].concat(), CODE_GROUP)
+        }
     };
     let mut linear = backend.linear(spec.clone())?;
-    backend.pack_rows(&mut linear, 0, &element.repeat(spec.in_features * spec.out_features));
+    backend.pack_rows(&mut linear, 0, &unit.repeat(spec.in_features * spec.out_features / elements));
     Ok(linear)
 }
 
 /// Best time of one product on a backend made from `options`.
 pub fn matmul_time(options: CpuOptions, shape: MatmulShape) -> Result<Duration> {
     let mut backend = CpuBackend::new(options)?;
-    let spec = LinearSpec::single_leaf(shape.out_features, shape.in_features, shape.dtype);
+    let spec = LinearSpec::single_leaf(shape.out_features, shape.in_features, shape.weight_type);
     let matrices =
         (0..shape.matrices.max(1)).map(|_| ones(&backend, &spec)).collect::<Result<Vec<PackedLinear>>>()?;
     let mut x = backend.tensor(shape.rows, shape.in_features)?;

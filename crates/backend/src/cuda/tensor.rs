@@ -5,8 +5,8 @@ use super::driver::Address;
 use super::memory::{Buffer, Staging};
 use crate::{BackendError, LinearSpec, Result};
 use half::{bf16, f16};
-use lockstep_core::DType;
 use lockstep_core::config::RopeFrequencies;
+use lockstep_core::{DType, WeightType};
 use std::rc::Rc;
 
 /// Kernels read this many elements at a time; inner dimensions are multiples of it.
@@ -102,10 +102,10 @@ impl CudaLinear {
     }
 
     fn check(spec: &LinearSpec, dtype: DType) -> Result<()> {
-        if spec.dtype != dtype {
+        if spec.weight_type != WeightType::Float(dtype) {
             return Err(BackendError::Unsupported(format!(
                 "a matrix of {} for kernels of {}; load weights as {}",
-                spec.dtype.name(),
+                spec.weight_type.words(),
                 dtype.name(),
                 dtype.name()
             )));
@@ -122,7 +122,7 @@ impl CudaLinear {
 
     /// Copies whole rows. Panics when they do not fit.
     pub(super) fn pack(&mut self, staging: &mut Staging, first_row: usize, data: &[u8]) -> Result<()> {
-        let row_bytes = self.spec.in_features * self.spec.dtype.size_bytes();
+        let row_bytes = self.spec.weight_type.packed_bytes(self.spec.in_features);
         let start = first_row * row_bytes;
         assert!(start + data.len() <= self.buffer.bytes(), "the band lies inside the matrix");
         // SAFETY: inside the buffer by the assertion.

@@ -17,15 +17,16 @@ mod kernels;
 mod sums;
 
 pub(super) use kernels::{Bf16, F16, F32, Weight};
-pub(super) use sums::Sums;
+pub(super) use sums::{FloatSums, Sums};
 
+use super::codes::{CodeSums, CodedRows};
 use super::packed::PackedLinear;
 use super::pool::ThreadPool;
 use super::simd::{Isa, LANES};
 use super::tensor::{RowsIn, RowsOut};
 use kernels::{Finish, Join};
-use lockstep_core::DType;
 use lockstep_core::limits::K_LEAVES;
+use lockstep_core::{DType, WeightType};
 use std::ops::Range;
 
 /// Rows of one register shape at most.
@@ -57,6 +58,8 @@ pub(super) struct Matmul<'a> {
     pub isa: Isa,
     pub weights: &'a PackedLinear,
     pub x: RowsIn<'a>,
+    /// The rows of `x` rounded, for a matrix of codes, which needs all of them in order.
+    pub codes: Option<CodedRows<'a>>,
     /// Which row of `x` each row of the product is made from; `None` for 0, 1, ...
     pub x_rows: Option<&'a [u32]>,
     pub bias: Option<&'a [f32]>,
@@ -101,6 +104,27 @@ impl Matmul<'_> {
 
     /// One chunk: some rows (at most [`BAND_ROWS_MAX`]), some tiles.
     fn chunk(&self, rows: Range<usize>, tiles: Range<usize>, scratch: &mut [f32]) {
+        match self.weights.spec().weight_type {
+            WeightType::Float(DType::F32) => self.floats::<F32>(rows).run(tiles, scratch),
+            WeightType::Float(DType::F16) => self.floats::<F16>(rows).run(tiles, scratch),
+            WeightType::Float(DType::Bf16) => self.floats::<Bf16>(rows).run(tiles, scratch),
+            WeightType::Coded(layout) => {
+                let x = self.codes.expect("invariant: whoever multiplies with codes rounds the activations");
+                assert!(self.x_rows.is_none() && x.rows() >= rows.end, "all rows are rounded");
+                let sums = CodeSums {
+                    isa: self.isa,
+                    weights: self.weights,
+                    layout,
+                    x,
+                    first: rows.start,
+                    rows: rows.len(),
+                };
+                Chunk { op: self, first: rows.start, sums }.run(tiles, scratch);
+            }
+        }
+    }
+
+    fn floats<W: Weight>(&self, rows: Range<usize>) -> Chunk<'_, FloatSums<'_, W>> {
         let sums = Sums {
             isa: self.isa,
             weights: self.weights,
@@ -110,13 +134,21 @@ impl Matmul<'_> {
             x_rows: self.x_rows,
             acc_rows: None,
         };
-        let chunk = Chunk { op: self, sums };
-        match self.weights.spec().dtype {
-            DType::F32 => chunk.run::<F32>(tiles, scratch),
-            DType::F16 => chunk.run::<F16>(tiles, scratch),
-            DType::Bf16 => chunk.run::<Bf16>(tiles, scratch),
-        }
+        Chunk { op: self, first: rows.start, sums: FloatSums::new(sums) }
     }
+}
+
+/// Products of some rows with some tiles, a run of inputs at a time.
+pub(super) trait LeafSums {
+    /// How many rows.
+    fn rows(&self) -> usize;
+
+    /// Tiles to take next of `left`, at least one: as many as fill the registers, at most [`GROUP_TILES_MAX`].
+    fn tiles_at_once(&self, left: usize) -> usize;
+
+    /// Puts the sums over the inputs `inputs` of `T` tiles from `tile` on into `acc` `[rows][T][16]`. `panel` is working
+    /// memory. `T` is what [`tiles_at_once`](Self::tiles_at_once) said.
+    fn add<const T: usize>(&self, tile: usize, inputs: Range<usize>, acc: &mut [f32], panel: &mut [f32]);
 }
 
 /// How the work is cut into chunks.
@@ -164,33 +196,38 @@ impl Grid {
 }
 
 /// One chunk: some rows, some tiles.
-struct Chunk<'a> {
+struct Chunk<'a, L> {
     op: &'a Matmul<'a>,
-    sums: Sums<'a>,
+    /// First row.
+    first: usize,
+    sums: L,
 }
 
-impl Chunk<'_> {
+impl<L: LeafSums> Chunk<'_, L> {
     /// Walks the tiles in groups that fill the registers.
-    fn run<W: Weight>(&self, tiles: Range<usize>, scratch: &mut [f32]) {
-        for (tile, group) in groups(self.op.isa, self.sums.shape_rows(), tiles) {
-            match group {
-                1 => self.group::<W, 1>(tile, scratch),
-                2 => self.group::<W, 2>(tile, scratch),
-                3 => self.group::<W, 3>(tile, scratch),
-                _ => self.group::<W, 4>(tile, scratch),
+    fn run(&self, tiles: Range<usize>, scratch: &mut [f32]) {
+        let mut tile = tiles.start;
+        while tile < tiles.end {
+            let count = self.sums.tiles_at_once(tiles.end - tile);
+            match count {
+                1 => self.group::<1>(tile, scratch),
+                2 => self.group::<2>(tile, scratch),
+                3 => self.group::<3>(tile, scratch),
+                _ => self.group::<4>(tile, scratch),
             }
+            tile += count;
         }
     }
 
     /// All rows of the chunk times `T` tiles: leaves, tree, bias.
-    fn group<W: Weight, const T: usize>(&self, tile: usize, scratch: &mut [f32]) {
-        let (op, rows) = (self.op, self.sums.rows);
+    fn group<const T: usize>(&self, tile: usize, scratch: &mut [f32]) {
+        let (op, rows) = (self.op, self.sums.rows());
         let (levels, panel) = scratch.split_at_mut(TREE_LEVELS * LEVEL_LEN);
         let len = rows * T * LANES;
         let mut waiting = 0;
         for (leaf, ends) in op.weights.spec().leaves.windows(2).enumerate() {
             let acc = &mut levels[waiting * LEVEL_LEN..][..len];
-            self.sums.add::<W, T>(tile, ends[0]..ends[1], (acc, true), panel);
+            self.sums.add::<T>(tile, ends[0]..ends[1], acc, panel);
             // Binary counter: a subtree joins its left sibling as soon as it is complete.
             for _ in 0..(leaf + 1).trailing_zeros() {
                 waiting -= 1;
@@ -199,7 +236,7 @@ impl Chunk<'_> {
             }
             waiting += 1;
         }
-        finish::<T>(op.isa, &levels[..len], tile, op.bias, op.out.rows_from(self.sums.first));
+        finish::<T>(op.isa, &levels[..len], tile, op.bias, op.out.rows_from(self.first));
     }
 }
 
@@ -246,8 +283,13 @@ pub(super) fn groups(
     shape_rows: usize,
     tiles: Range<usize>,
 ) -> impl Iterator<Item = (usize, usize)> {
-    let count = (isa.accumulators() / shape_rows).clamp(1, GROUP_TILES_MAX);
+    let count = group_tiles(isa, shape_rows);
     tiles.clone().step_by(count).map(move |tile| (tile, count.min(tiles.end - tile)))
+}
+
+/// Tiles that fill the registers beside `shape_rows` rows.
+fn group_tiles(isa: Isa, shape_rows: usize) -> usize {
+    (isa.accumulators() / shape_rows).clamp(1, GROUP_TILES_MAX)
 }
 
 /// Rows of the tallest register shape.

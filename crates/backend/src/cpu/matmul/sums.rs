@@ -4,7 +4,7 @@
 //! are scattered, for one expert after the other.
 
 use super::kernels::{F32, Shape, Stream, Weight, Widen};
-use super::{GROUP_TILES_MAX, PANEL_INPUTS, WIDEN_PASSES_MIN, rows_max};
+use super::{GROUP_TILES_MAX, LeafSums, PANEL_INPUTS, WIDEN_PASSES_MIN, group_tiles, rows_max};
 use crate::cpu::packed::PackedLinear;
 use crate::cpu::simd::{Isa, LANES};
 use crate::cpu::tensor::RowsIn;
@@ -27,9 +27,35 @@ pub(in crate::cpu) struct Sums<'a> {
     pub acc_rows: Option<&'a [u32]>,
 }
 
+/// [`Sums`] with weights of one type, for the matrix product.
+pub(in crate::cpu) struct FloatSums<'a, W> {
+    sums: Sums<'a>,
+    weight: PhantomData<W>,
+}
+
+impl<'a, W> FloatSums<'a, W> {
+    pub(super) fn new(sums: Sums<'a>) -> Self {
+        Self { sums, weight: PhantomData }
+    }
+}
+
+impl<W: Weight> LeafSums for FloatSums<'_, W> {
+    fn rows(&self) -> usize {
+        self.sums.rows
+    }
+
+    fn tiles_at_once(&self, left: usize) -> usize {
+        group_tiles(self.sums.isa, self.sums.shape_rows()).min(left)
+    }
+
+    fn add<const T: usize>(&self, tile: usize, inputs: Range<usize>, acc: &mut [f32], panel: &mut [f32]) {
+        self.sums.add::<W, T>(tile, inputs, (acc, true), panel);
+    }
+}
+
 impl Sums<'_> {
     /// Rows of the register shape that covers most of the rows.
-    pub(super) fn shape_rows(&self) -> usize {
+    fn shape_rows(&self) -> usize {
         self.rows.min(rows_max(self.isa))
     }
 

@@ -36,7 +36,7 @@ pub(super) struct Down<'a> {
 impl Down<'_> {
     /// The rows `rows` (a band: at most [`BAND_ROWS`], from a multiple of it on) times some tiles.
     pub(super) fn run(&self, rows: Range<usize>, tiles: Range<usize>, scratch: &mut [f32]) {
-        match self.experts.down_spec().dtype {
+        match self.experts.down_spec().weight_type.as_float() {
             DType::F32 => self.typed::<F32>(rows, tiles, scratch),
             DType::F16 => self.typed::<F16>(rows, tiles, scratch),
             DType::Bf16 => self.typed::<Bf16>(rows, tiles, scratch),

@@ -27,6 +27,7 @@ use super::simd::{Isa, LANES};
 use super::tensor::{CpuTensor, RowsIn, RowsOut};
 use crate::{ExpertWeights, LinearSpec, MoeShape, Result};
 use down::Down;
+use lockstep_core::WeightType;
 use lockstep_core::config::Activation;
 use route::{RouterSoftmax, Routing};
 use std::ops::Range;
@@ -53,6 +54,9 @@ impl CpuExperts {
         let alike =
             |e: &ExpertWeights<super::CpuBackend>| e.gate_up.spec() == gate_up && e.down.spec() == down;
         assert!(experts.iter().all(alike), "all experts of a layer have the same shape and type");
+        for spec in [gate_up, down] {
+            assert!(matches!(spec.weight_type, WeightType::Float(_)), "experts are floats");
+        }
         Self(experts)
     }
 
@@ -183,6 +187,7 @@ impl Mixture<'_> {
                 isa: self.isa,
                 weights: self.experts.gate_up(expert),
                 x: self.x,
+                codes: None,
                 x_rows: Some(&routing.rows[pairs.clone()]),
                 bias: None,
                 rows: pairs.len(),

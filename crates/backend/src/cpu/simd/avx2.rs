@@ -35,8 +35,27 @@ fn tree8(v: __m256) -> f32 {
     _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
 }
 
+/// The products of unsigned bytes below 64 and signed bytes, added up by fours.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn dot_narrow(acc: __m256i, codes: __m256i, x: __m256i) -> __m256i {
+    let pairs = _mm256_maddubs_epi16(codes, x);
+    _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+}
+
+/// The same for all bytes: sums of two products of nibbles fit 16 bits.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn dot_wide(acc: __m256i, codes: __m256i, x: __m256i) -> __m256i {
+    let low = _mm256_and_si256(codes, _mm256_set1_epi8(15));
+    let high = _mm256_and_si256(_mm256_srli_epi16::<4>(codes), _mm256_set1_epi8(15));
+    let high = dot_narrow(_mm256_setzero_si256(), high, x);
+    dot_narrow(_mm256_add_epi32(acc, _mm256_slli_epi32::<4>(high)), low, x)
+}
+
 impl Simd for Avx2 {
     type V = (__m256, __m256);
+    type I = (__m256i, __m256i);
 
     const ACCUMULATORS: usize = 6;
 
@@ -198,5 +217,46 @@ impl Simd for Avx2 {
     #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn prefetch(p: *const u8) {
         _mm_prefetch::<_MM_HINT_T0>(p.cast())
+    }
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn splat_i32(x: i32) -> Self::I {
+        (_mm256_set1_epi32(x), _mm256_set1_epi32(x))
+    }
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn load_bytes(p: *const u8) -> Self::I {
+        // SAFETY: valid for 64 bytes by the trait's contract.
+        unsafe { (_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(32).cast())) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn field<const RIGHT: i32>(v: Self::I, mask: u8) -> Self::I {
+        let (count, mask) = (_mm_cvtsi32_si128(RIGHT.abs()), _mm256_set1_epi8(mask as i8));
+        if RIGHT < 0 {
+            let shifted = (_mm256_sll_epi16(v.0, count), _mm256_sll_epi16(v.1, count));
+            return (_mm256_and_si256(shifted.0, mask), _mm256_and_si256(shifted.1, mask));
+        }
+        let shifted = (_mm256_srl_epi16(v.0, count), _mm256_srl_epi16(v.1, count));
+        (_mm256_and_si256(shifted.0, mask), _mm256_and_si256(shifted.1, mask))
+    }
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn or(a: Self::I, b: Self::I) -> Self::I {
+        (_mm256_or_si256(a.0, b.0), _mm256_or_si256(a.1, b.1))
+    }
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: i32) -> Self::I {
+        let x = _mm256_set1_epi32(x);
+        if NARROW {
+            return (dot_narrow(acc.0, codes.0, x), dot_narrow(acc.1, codes.1, x));
+        }
+        (dot_wide(acc.0, codes.0, x), dot_wide(acc.1, codes.1, x))
+    }
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn to_f32(v: Self::I) -> Self::V {
+        (_mm256_cvtepi32_ps(v.0), _mm256_cvtepi32_ps(v.1))
     }
 }

@@ -3,9 +3,9 @@
 use super::{Kernel, LANES, Simd};
 use std::arch::x86_64::*;
 
-/// One `zmm` register.
+/// One `zmm` register. `VNNI`: the machine multiplies bytes in one instruction.
 #[derive(Clone, Copy)]
-pub(super) struct Avx512;
+pub(super) struct Avx512<const VNNI: bool>;
 
 /// Runs a kernel with the features enabled.
 ///
@@ -14,7 +14,32 @@ pub(super) struct Avx512;
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub(super) unsafe fn enter<K: Kernel>(kernel: K) -> K::Output {
     // SAFETY: passed on to the caller.
-    unsafe { kernel.run::<Avx512>() }
+    unsafe { kernel.run::<Avx512<false>>() }
+}
+
+/// Runs a kernel with the features and VNNI enabled.
+///
+/// # Safety
+/// The machine has them; the kernel's contract holds.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+pub(super) unsafe fn enter_vnni<K: Kernel>(kernel: K) -> K::Output {
+    // SAFETY: passed on to the caller.
+    unsafe { kernel.run::<Avx512<true>>() }
+}
+
+/// The products of unsigned and signed bytes, added up by fours.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vnni")]
+fn dot_vnni(acc: __m512i, codes: __m512i, x: __m512i) -> __m512i {
+    _mm512_dpbusd_epi32(acc, codes, x)
+}
+
+/// [`dot_vnni`] for codes below 64: sums of two products fit 16 bits.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn dot_narrow(acc: __m512i, codes: __m512i, x: __m512i) -> __m512i {
+    let pairs = _mm512_maddubs_epi16(codes, x);
+    _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))
 }
 
 /// The lanes below `n`.
@@ -36,8 +61,9 @@ fn swaps(v: __m512, level: usize) -> __m512 {
     }
 }
 
-impl Simd for Avx512 {
+impl<const VNNI: bool> Simd for Avx512<VNNI> {
     type V = __m512;
+    type I = __m512i;
 
     const ACCUMULATORS: usize = 24;
 
@@ -225,5 +251,49 @@ impl Simd for Avx512 {
     #[target_feature(enable = "avx512f")]
     unsafe fn prefetch(p: *const u8) {
         _mm_prefetch::<_MM_HINT_T0>(p.cast())
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn splat_i32(x: i32) -> Self::I {
+        _mm512_set1_epi32(x)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn load_bytes(p: *const u8) -> Self::I {
+        // SAFETY: valid for 64 bytes by the trait's contract.
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn field<const RIGHT: i32>(v: Self::I, mask: u8) -> Self::I {
+        let count = _mm_cvtsi32_si128(RIGHT.abs());
+        let shifted = if RIGHT < 0 { _mm512_sll_epi16(v, count) } else { _mm512_srl_epi16(v, count) };
+        _mm512_and_si512(shifted, _mm512_set1_epi8(mask as i8))
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn or(a: Self::I, b: Self::I) -> Self::I {
+        _mm512_or_si512(a, b)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: i32) -> Self::I {
+        let x = _mm512_set1_epi32(x);
+        if VNNI {
+            // SAFETY: `enter_vnni` is the only way here, and its caller promised VNNI.
+            return unsafe { dot_vnni(acc, codes, x) };
+        }
+        if NARROW {
+            return dot_narrow(acc, codes, x);
+        }
+        let low = _mm512_and_si512(codes, _mm512_set1_epi8(15));
+        let high = _mm512_and_si512(_mm512_srli_epi16::<4>(codes), _mm512_set1_epi8(15));
+        let high = dot_narrow(_mm512_setzero_si512(), high, x);
+        dot_narrow(_mm512_add_epi32(acc, _mm512_slli_epi32::<4>(high)), low, x)
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn to_f32(v: Self::I) -> Self::V {
+        _mm512_cvtepi32_ps(v)
     }
 }

@@ -1,4 +1,4 @@
-//! Sixteen f32 lanes, three ways: AVX-512, AVX2+FMA, portable Rust.
+//! Sixteen lanes of f32 or of four bytes, three ways: AVX-512 (with or without VNNI), AVX2+FMA, portable Rust.
 //!
 //! A kernel is written once as a [`Kernel`] over [`Simd`]; [`Isa::run`] enters it under the target
 //! features of the instruction set chosen at run time.
@@ -23,6 +23,8 @@ pub(super) const LANES: usize = 16;
 /// Instruction set of the kernels. All give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
+    /// AVX-512 F, BW, DQ, VL and VNNI.
+    Avx512Vnni,
     /// AVX-512 F, BW, DQ, VL.
     Avx512,
     /// AVX2, FMA and F16C.
@@ -39,12 +41,17 @@ impl Isa {
 
     /// Those that this machine can run, fastest first.
     pub fn available() -> Vec<Self> {
-        [Isa::Avx512, Isa::Avx2, Isa::Portable].into_iter().filter(|isa| isa.is_supported()).collect()
+        [Isa::Avx512Vnni, Isa::Avx512, Isa::Avx2, Isa::Portable]
+            .into_iter()
+            .filter(|isa| isa.is_supported())
+            .collect()
     }
 
     /// Whether this machine can run it.
     pub fn is_supported(self) -> bool {
         match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni => Isa::Avx512.is_supported() && is_x86_feature_detected!("avx512vnni"),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
                 is_x86_feature_detected!("avx512f")
@@ -60,7 +67,7 @@ impl Isa {
                     && is_x86_feature_detected!("f16c")
             }
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx512 | Isa::Avx2 => false,
+            Isa::Avx512Vnni | Isa::Avx512 | Isa::Avx2 => false,
             Isa::Portable => true,
         }
     }
@@ -68,6 +75,7 @@ impl Isa {
     /// The name in logs and `/server_info`.
     pub const fn name(self) -> &'static str {
         match self {
+            Isa::Avx512Vnni => "avx512-vnni",
             Isa::Avx512 => "avx512",
             Isa::Avx2 => "avx2",
             Isa::Portable => "portable",
@@ -78,7 +86,7 @@ impl Isa {
     pub(super) const fn accumulators(self) -> usize {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => avx512::Avx512::ACCUMULATORS,
+            Isa::Avx512Vnni | Isa::Avx512 => avx512::Avx512::<false>::ACCUMULATORS,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => avx2::Avx2::ACCUMULATORS,
             _ => Portable::ACCUMULATORS,
@@ -95,6 +103,8 @@ impl Isa {
         // arguments are valid.
         unsafe {
             match self {
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512Vnni => avx512::enter_vnni(kernel),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx512 => avx512::enter(kernel),
                 #[cfg(target_arch = "x86_64")]
@@ -119,7 +129,7 @@ pub(super) trait Kernel: Copy {
     unsafe fn run<S: Simd>(self) -> Self::Output;
 }
 
-/// Operations on 16 f32 lanes.
+/// Operations on 16 lanes: floats, and bytes multiplied into integers.
 ///
 /// # Safety
 /// Every method requires that the machine supports the instruction set; those that take a pointer
@@ -176,6 +186,24 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn transpose(v: [Self::V; LANES]) -> [Self::V; LANES];
     /// Hints that the cache line of `p` is needed soon; `p` need not be valid.
     unsafe fn prefetch(p: *const u8);
+
+    /// Sixteen 32-bit integers, or 64 bytes: lane `i` is bytes `4i..4i + 4`.
+    type I: Copy;
+
+    /// All lanes `x`.
+    unsafe fn splat_i32(x: i32) -> Self::I;
+    /// The 64 bytes at `p`.
+    unsafe fn load_bytes(p: *const u8) -> Self::I;
+    /// Each byte shifted right by `RIGHT` (left if negative, -7..=7), then `& mask`. The mask leaves out the bits
+    /// that come from the neighbouring byte.
+    unsafe fn field<const RIGHT: i32>(v: Self::I, mask: u8) -> Self::I;
+    /// Bitwise.
+    unsafe fn or(a: Self::I, b: Self::I) -> Self::I;
+    /// Lane `i` of `acc` plus the sum over `j` of the unsigned byte `4i + j` of `codes` times the signed byte `j` of
+    /// `x` (the first byte is the lowest). Exact. With `NARROW` the codes are below 64.
+    unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: i32) -> Self::I;
+    /// Each integer as a float; exact below 2^24.
+    unsafe fn to_f32(v: Self::I) -> Self::V;
 }
 
 /// Elements `i..i+16` of `p[..len]`, zero beyond `len`.

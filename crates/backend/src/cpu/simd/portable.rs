@@ -32,6 +32,7 @@ fn larger(a: f32, b: f32) -> f32 {
 
 impl Simd for Portable {
     type V = [f32; LANES];
+    type I = [i32; LANES];
 
     const ACCUMULATORS: usize = 6;
 
@@ -131,4 +132,35 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
+    #[inline(always)]
+    unsafe fn splat_i32(x: i32) -> Self::I {
+        [x; LANES]
+    }
+    #[inline(always)]
+    unsafe fn load_bytes(p: *const u8) -> Self::I {
+        // SAFETY: valid for 64 bytes by the trait's contract; arrays of bytes read unaligned.
+        let lanes = unsafe { p.cast::<[[u8; 4]; LANES]>().read_unaligned() };
+        lanes.map(i32::from_le_bytes)
+    }
+    #[inline(always)]
+    unsafe fn field<const RIGHT: i32>(v: Self::I, mask: u8) -> Self::I {
+        let mask = i32::from_le_bytes([mask; 4]);
+        v.map(|x| if RIGHT < 0 { x << RIGHT.unsigned_abs() } else { x >> RIGHT.unsigned_abs() } & mask)
+    }
+    #[inline(always)]
+    unsafe fn or(a: Self::I, b: Self::I) -> Self::I {
+        std::array::from_fn(|i| a[i] | b[i])
+    }
+    #[inline(always)]
+    unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: i32) -> Self::I {
+        let x = x.to_le_bytes().map(|b| i32::from(b as i8));
+        std::array::from_fn(|i| {
+            let codes = codes[i].to_le_bytes();
+            (0..4).fold(acc[i], |sum, j| sum + i32::from(codes[j]) * x[j])
+        })
+    }
+    #[inline(always)]
+    unsafe fn to_f32(v: Self::I) -> Self::V {
+        v.map(|x| x as f32)
+    }
 }

@@ -19,7 +19,8 @@ impl Matrix {
     fn random(random: &mut Random, out: usize, inputs: usize, dtype: DType, leaves: usize) -> Self {
         let leaves = (0..=leaves).map(|i| i * inputs / leaves).collect();
         let values = (0..out * inputs).map(|_| stored(random.value(), dtype)).collect();
-        Self { spec: LinearSpec { out_features: out, in_features: inputs, dtype, leaves }, values }
+        let spec = LinearSpec { out_features: out, in_features: inputs, weight_type: dtype.into(), leaves };
+        Self { spec, values }
     }
 
     /// Packed in bands of `band` rows.
@@ -27,7 +28,7 @@ impl Matrix {
         let mut linear = backend.linear(self.spec.clone()).unwrap();
         let chunk = band * self.spec.in_features.max(1);
         for (i, rows) in self.values.chunks(chunk).enumerate() {
-            backend.pack_rows(&mut linear, i * band, &file_bytes(rows, self.spec.dtype));
+            backend.pack_rows(&mut linear, i * band, &file_bytes(rows, self.spec.weight_type.as_float()));
         }
         linear
     }

@@ -14,7 +14,7 @@ fn random_bytes(random: &mut Random, len: usize) -> Vec<u8> {
 
 /// The bytes of the packed matrix by definition: `[tile][input][lane]`.
 fn interleaved(spec: &LinearSpec, rows: &[u8]) -> Vec<u8> {
-    let size = spec.dtype.size_bytes();
+    let size = spec.weight_type.packed_bytes(1);
     let mut packed = vec![0; spec.out_features.div_ceil(16) * 16 * spec.in_features * size];
     for (i, element) in rows.chunks_exact(size).enumerate() {
         let (row, input) = (i / spec.in_features, i % spec.in_features);
@@ -37,7 +37,7 @@ fn rows_and_bands_of_any_shape_keep_their_bits() {
         for case in 0..12 {
             let (out_features, in_features) = (1 + random.below(150), 1 + random.below(90));
             let dtype = random.pick(&[DType::F32, DType::F16, DType::Bf16]);
-            let spec = LinearSpec { out_features, in_features, dtype, leaves: vec![0, in_features] };
+            let spec = LinearSpec::single_leaf(out_features, in_features, dtype);
             let row_bytes = in_features * dtype.size_bytes();
             let rows = random_bytes(&mut random, out_features * row_bytes);
             let want = interleaved(&spec, &rows);

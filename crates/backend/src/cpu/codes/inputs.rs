@@ -1,0 +1,194 @@
+//! Activations rounded to signed bytes, a scale for each group of 32.
+//!
+//! **Invariant:** a row's bytes and scales depend on the row alone.
+
+use crate::Result;
+use crate::cpu::memory::Region;
+use crate::cpu::pointwise::for_rows;
+use crate::cpu::pool::ThreadPool;
+use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
+use crate::cpu::tensor::RowsIn;
+use lockstep_core::{CODE_GROUP, CodeLayout};
+
+/// What the memory is for, in errors.
+const WHAT: &str = "rounded activations";
+/// Steps of a group, at most.
+const SCALES_MAX: usize = 2;
+/// The largest rounded value.
+const CODE_MAX: f32 = 127.0;
+/// Groups whose largest element is smaller count as zero: 127 over it would not be finite, and what they could add is
+/// below the precision of everything else.
+const TINY: f32 = 1e-30;
+/// Adding this to a float below 2^22 in size rounds it to an integer (ties to even), whose low byte it then holds.
+const ROUNDER: f32 = 1.5 * (1 << 23) as f32;
+
+/// Rows whose groups lie side by side in memory, so that a kernel walks one stream.
+pub(super) const BLOCK_ROWS: usize = 8;
+
+/// What kernels need of a group (or half group with a scale of its own) of a row besides its bytes.
+#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(super) struct InputStep {
+    /// What a rounded value is worth.
+    pub scale: f32,
+    /// `scale` times the sum of the rounded values.
+    pub scaled_sum: f32,
+    /// The lowest code times the sum of the rounded values: what products lack with codes that are counted from the lowest.
+    pub start: i32,
+    /// Keeps steps on 16 bytes.
+    unused: u32,
+}
+
+/// Memory for the rounded activations of one product at a time.
+pub(in crate::cpu) struct CodedInputs {
+    bytes: Region,
+    steps: Region,
+}
+
+impl CodedInputs {
+    pub(in crate::cpu) fn new() -> Result<Self> {
+        let none = || Region::own(0, false, WHAT);
+        Ok(Self { bytes: none()?, steps: none()? })
+    }
+
+    /// Makes room for products of activations with so many rows and columns. Memory is resident only once used.
+    pub(in crate::cpu) fn reserve(&mut self, rows: usize, cols: usize) -> Result<()> {
+        let elements = rows.next_multiple_of(BLOCK_ROWS) * cols;
+        if self.bytes.bytes() < elements {
+            self.bytes = Region::own(elements, false, WHAT)?;
+            let steps = SCALES_MAX * elements.div_ceil(CODE_GROUP);
+            self.steps = Region::own(steps * size_of::<InputStep>(), false, WHAT)?;
+        }
+        Ok(())
+    }
+
+    /// Rounds the rows of `x`, which have whole groups, for a matrix of this layout. Panics without
+    /// [room](Self::reserve) for them.
+    pub(in crate::cpu) fn fill(
+        &mut self,
+        (isa, pool): (Isa, &ThreadPool),
+        x: RowsIn<'_>,
+        layout: CodeLayout,
+    ) -> CodedRows<'_> {
+        let (rows, cols) = (x.data.len() / x.cols.max(1), x.cols);
+        let elements = rows.next_multiple_of(BLOCK_ROWS) * cols;
+        assert!(cols.is_multiple_of(CODE_GROUP), "rows of whole groups");
+        assert!(elements <= self.bytes.bytes(), "room was made when the activations were");
+        let (groups, scales) = (cols / CODE_GROUP, layout.scales());
+        let target = Target { bytes: self.bytes.as_mut_ptr(), steps: self.steps.as_mut_ptr() };
+        for_rows(pool, rows, cols, &|row| {
+            let (block, in_block) = (row / BLOCK_ROWS * BLOCK_ROWS, row % BLOCK_ROWS);
+            let target = &target;
+            // SAFETY: a row's bytes and steps are inside the memory made above, and written by one thread; the
+            // row has as many groups.
+            unsafe {
+                isa.run(Round {
+                    x: x.row(row).as_ptr(),
+                    groups,
+                    scales,
+                    lowest: layout.lowest(),
+                    bytes: target.bytes.add(block * cols + in_block * CODE_GROUP),
+                    steps: target.steps.add(block * groups * scales + in_block),
+                });
+            }
+        });
+        let steps = &self.steps.as_slice()[..elements / CODE_GROUP * scales];
+        CodedRows { bytes: &self.bytes.as_slice()[..elements], steps, rows, groups, scales }
+    }
+}
+
+/// Where rounded rows go.
+struct Target {
+    bytes: *mut i8,
+    steps: *mut InputStep,
+}
+
+// SAFETY: threads write different rows of memory that is borrowed for all of them.
+unsafe impl Sync for Target {}
+
+/// Rounded rows in blocks of [`BLOCK_ROWS`]: `[block][group][row of the block][32]` bytes and
+/// `[block][group][scale][row of the block]` steps. Rows that the last block lacks are there with any values.
+#[derive(Clone, Copy)]
+pub(in crate::cpu) struct CodedRows<'a> {
+    bytes: &'a [i8],
+    steps: &'a [InputStep],
+    rows: usize,
+    /// Of a row.
+    groups: usize,
+    /// Steps of a group.
+    scales: usize,
+}
+
+impl CodedRows<'_> {
+    /// How many rows.
+    pub(in crate::cpu) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Group `group` of row `row`; rows of the same block follow at 32 bytes and at one step, groups at a block's
+    /// bytes and steps.
+    pub(super) fn at(&self, row: usize, group: usize) -> (*const i8, *const InputStep) {
+        let (block, in_block) = (row / BLOCK_ROWS, row % BLOCK_ROWS);
+        let index = (block * self.groups + group) * BLOCK_ROWS;
+        (
+            self.bytes[(index + in_block) * CODE_GROUP..].as_ptr(),
+            self.steps[index * self.scales + in_block..].as_ptr(),
+        )
+    }
+}
+
+/// Rounds one row.
+#[derive(Clone, Copy)]
+struct Round {
+    x: *const f32,
+    groups: usize,
+    /// Steps of a group.
+    scales: usize,
+    lowest: i32,
+    /// First group; the others follow at a block's bytes.
+    bytes: *mut i8,
+    /// First step; the others follow at [`BLOCK_ROWS`].
+    steps: *mut InputStep,
+}
+
+impl Kernel for Round {
+    type Output = ();
+
+    /// # Safety
+    /// `x` is valid for 32 elements of each group, `bytes` and `steps` for what comes of them.
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: all indices are below the counts that the caller promises.
+        unsafe {
+            for group in 0..self.groups {
+                let start = self.x.add(group * CODE_GROUP);
+                let (x, zero) = ([S::load(start), S::load(start.add(LANES))], S::splat(0.0));
+                let sizes = [S::max(x[0], S::sub(zero, x[0])), S::max(x[1], S::sub(zero, x[1]))];
+                let largest = S::largest(S::max(sizes[0], sizes[1]));
+                // 0, or NaN when an element is not finite.
+                let check = S::sum(S::fma(x[0], zero, S::mul(x[1], zero)));
+                let inverse = if largest < TINY { 0.0 } else { CODE_MAX / largest };
+                let scale = if inverse == 0.0 { check } else { largest / CODE_MAX + check };
+                let mut sums = [0; 2];
+                for half in 0..2 {
+                    let rounded = S::fma(x[half], S::splat(inverse), S::splat(ROUNDER));
+                    let mut words = [0.0f32; LANES];
+                    S::store(words.as_mut_ptr(), rounded);
+                    let bytes = self.bytes.add(group * BLOCK_ROWS * CODE_GROUP + half * LANES);
+                    for lane in 0..LANES {
+                        bytes.add(lane).write(words[lane].to_bits() as i8);
+                    }
+                    sums[half] = S::sum(S::sub(rounded, S::splat(ROUNDER))) as i32;
+                }
+                if self.scales == 1 {
+                    sums[0] += sums[1];
+                }
+                for index in 0..self.scales {
+                    let (scaled_sum, start) = (scale * sums[index] as f32, self.lowest * sums[index]);
+                    let step = InputStep { scale, scaled_sum, start, unused: 0 };
+                    self.steps.add((group * self.scales + index) * BLOCK_ROWS).write(step);
+                }
+            }
+        }
+    }
+}
