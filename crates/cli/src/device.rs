@@ -5,7 +5,7 @@ use lockstep_backend::cpu::{CpuBackend, CpuOptions};
 use lockstep_comm::Patience;
 use lockstep_comm::shm::{SharedRegion, ShmCollective, ShmGroup, ShmOptions};
 use lockstep_comm::watch::Mark;
-use lockstep_core::DType;
+use lockstep_core::{DType, WeightMode};
 use lockstep_engine::gpu::{self, Joined};
 use lockstep_engine::start::Groups;
 use lockstep_engine::{DeviceConfig, EngineError, RankConfig};
@@ -42,7 +42,7 @@ pub fn on_device<T: RankTask>(
             task.run(config, CpuBackend::new(options)?, groups)
         }
         DeviceConfig::Cuda { memory_ratio, gpus } => {
-            let dtype = config.dtype.unwrap_or(DType::Bf16);
+            let dtype = config.weights.cast().unwrap_or(DType::Bf16);
             let patience = Duration::from_millis(config.collective_timeout_ms);
             let Joined { backend, mut groups } = gpu::join(gpus, dtype, patience, groups)?;
             let free = backend.free_bytes()?;
@@ -52,7 +52,7 @@ pub fn on_device<T: RankTask>(
             let shared_by = if sharing > 1 { format!(", shared by {sharing} ranks") } else { String::new() };
             let config = RankConfig {
                 // Kernels compute in one type, so weights are loaded in it.
-                dtype: Some(dtype),
+                weights: WeightMode::Cast(dtype),
                 memory_budget_bytes: (free as f64 * memory_ratio / sharing as f64) as usize,
                 memory_budget_origin: format!(
                     "--memory-ratio {memory_ratio} of {} MiB free on the GPU{shared_by}",

@@ -9,7 +9,8 @@ use crate::serve::memory;
 use anyhow::Context;
 use lockstep_backend::cpu::probe;
 use lockstep_core::limits::FLAG_FILE_BYTES_MAX;
-use lockstep_core::{DType, ExitCode, ModelConfig, files};
+use lockstep_core::shard::Group;
+use lockstep_core::{ExitCode, ModelConfig, StoredType, WeightMode, files};
 use lockstep_model::WeightSource;
 use lockstep_planner::device::GIB;
 use lockstep_planner::{Device, DeviceKind, DeviceTable, Facts, PlanError, Workload, plan, table};
@@ -23,7 +24,8 @@ const PROBE_BYTES: usize = 256 << 20;
 /// Prints the plan as text, or as JSON with `--json`.
 pub fn run(flags: &PlanFlags) -> Result<()> {
     let flag_error = CliError::with(ExitCode::Flags);
-    let dtype = flags.dtype.convert().map_err(&flag_error)?;
+    // Conflicts with the device are for those who serve: a plan may be for another machine.
+    let mode = flags.weights.mode("auto").map_err(&flag_error)?;
     let table = match &flags.devices {
         None => DeviceTable::built_in(),
         Some(path) => read_table(path).map_err(&flag_error)?,
@@ -33,7 +35,7 @@ pub fn run(flags: &PlanFlags) -> Result<()> {
         name => table.find(name).map_err(|e| flag_error_of(&e))?,
     };
     let path = pull::resolve_config(&flags.model, &pull::cache_dir(flags.cache_dir.clone()))?;
-    let description = Description::read(&path, dtype)?;
+    let description = Description::read(&path, mode)?;
     let config = description.config();
     let default = Workload::default_for(device.kind, config.max_position);
     let workload = Workload {
@@ -45,9 +47,10 @@ pub fn run(flags: &PlanFlags) -> Result<()> {
         memory_ratio: flags.memory_ratio.unwrap_or(default.memory_ratio),
     };
     flags.check(&workload).map_err(&flag_error)?;
-    let dtype_of = |name: &str| description.dtype_of(name, dtype);
-    let facts =
-        Facts { config, dtype_of: &dtype_of, source: description.source(), notes: description.notes() };
+    let takes_codes = device.kind.takes_codes();
+    let type_of =
+        |group: Group, name: &str| Some(mode.weight_type(description.stored_type(name)?, group, takes_codes));
+    let facts = Facts { config, type_of: &type_of, source: description.source(), notes: description.notes() };
     let plan = plan(&facts, &device, workload).map_err(|e| flag_error_of(&e))?;
     let text = match flags.json {
         true => serde_json::to_string_pretty(&plan).map_err(CliError::with(ExitCode::Internal))? + "\n",
@@ -75,9 +78,9 @@ enum Description {
 
 impl Description {
     /// Refuses, with its own sentence, what a server would refuse to load.
-    fn read(path: &Path, dtype: Option<DType>) -> Result<Self> {
+    fn read(path: &Path, mode: WeightMode) -> Result<Self> {
         if checkpoint::is_config_only(path)? {
-            return Ok(Self::ConfigOnly(Box::new(checkpoint::config_only(path, dtype)?)));
+            return Ok(Self::ConfigOnly(Box::new(checkpoint::config_only(path, mode.cast())?)));
         }
         Ok(Self::Files(Box::new(checkpoint::open(path)?)))
     }
@@ -89,11 +92,14 @@ impl Description {
         }
     }
 
-    /// The type a tensor will have in memory; `wanted` converts matrices, as `--dtype` does when serving.
-    fn dtype_of(&self, tensor: &str, wanted: Option<DType>) -> Option<DType> {
+    /// How a tensor is stored.
+    fn stored_type(&self, tensor: &str) -> Option<StoredType> {
         match self {
-            Self::Files(files) => WeightSource::dtype_of(&**files, tensor).map(|own| wanted.unwrap_or(own)),
-            Self::ConfigOnly(model) => Some(model.dtype),
+            Self::Files(files) => {
+                let dtype = WeightSource::dtype_of(&**files, tensor)?;
+                Some(StoredType { dtype, codes: WeightSource::codes_of(&**files, tensor) })
+            }
+            Self::ConfigOnly(model) => Some(StoredType { dtype: model.dtype, codes: None }),
         }
     }
 

@@ -9,9 +9,9 @@ use crate::pull;
 use crate::serve::memory;
 use lockstep_backend::cuda;
 use lockstep_core::limits::FLAG_FILE_BYTES_MAX;
-use lockstep_core::{DType, ExitCode, ModelConfig, TokenId, files, shard};
+use lockstep_core::{DType, ExitCode, ModelConfig, TokenId, WeightMode, files, shard};
 use lockstep_engine::{DeviceConfig, GpuPlan};
-use lockstep_model::{DummyWeights, WeightSource};
+use lockstep_model::{DummyWeights, WeightSource, has_codes};
 use lockstep_tokenizer::{TextModel, TextOptions};
 use lockstep_verify::{Device, Options, Report, WholeSource, check_device, report, verify};
 use std::io::{IsTerminal, Write};
@@ -38,13 +38,12 @@ const THREADS_MAX: usize = 1024;
 /// Runs all comparisons and prints them.
 pub fn run(flags: &VerifyFlags) -> Result<()> {
     let flag_error = CliError::with::<anyhow::Error>(ExitCode::Flags);
-    let dtype = flags.dtype.convert().map_err(&flag_error)?;
-    let devices = devices(flags, dtype).map_err(&flag_error)?;
+    let mode = verify_mode(flags).map_err(&flag_error)?;
     check(flags).map_err(&flag_error)?;
     let path = pull::resolve(&flags.model, &pull::cache_dir(flags.cache_dir.clone()))?;
     let (source, notes): (Box<dyn WeightSource>, _) = match flags.dummy_weights {
         Some(seed) => {
-            let model = checkpoint::config_only(&path, dtype)?;
+            let model = checkpoint::config_only(&path, mode.cast())?;
             (Box::new(DummyWeights::new(model.config, model.dtype, seed)), model.notes)
         }
         None => {
@@ -53,6 +52,7 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
             (Box::new(files), notes)
         }
     };
+    let devices = devices(flags, mode, has_codes(&*source, mode)).map_err(&flag_error)?;
     let on_gpus = devices.iter().any(|device| matches!(device, Device::Cuda { .. }));
     let tp_sizes = tp_sizes(flags, source.config(), on_gpus)?;
     let largest = tp_sizes.iter().copied().max().unwrap_or(1);
@@ -124,15 +124,24 @@ fn compared(
     }
 }
 
+/// The form of weights asked for; GPUs among the devices rule some out.
+fn verify_mode(flags: &VerifyFlags) -> anyhow::Result<WeightMode> {
+    let on_gpus = flags.device.iter().any(|name| name == "cuda");
+    flags.weights.mode(if on_gpus { "cuda" } else { "cpu" })
+}
+
 /// The devices asked for, each once. Beside GPUs the CPU is the exact f32 reference; GPUs compute in bf16 unless told
 /// otherwise, as `serve` does.
-fn devices(flags: &VerifyFlags, dtype: Option<DType>) -> anyhow::Result<Vec<Device>> {
+fn devices(flags: &VerifyFlags, mode: WeightMode, coded: bool) -> anyhow::Result<Vec<Device>> {
     let beside_gpus = flags.device.iter().any(|name| name == "cuda");
     let mut devices = Vec::new();
     for name in &flags.device {
         let device = match name.as_str() {
-            "auto" | "cpu" => Device::Cpu { dtype: if beside_gpus { Some(DType::F32) } else { dtype } },
-            "cuda" => Device::Cuda { dtype: dtype.unwrap_or(DType::Bf16) },
+            "auto" | "cpu" if beside_gpus => {
+                Device::Cpu { weights: WeightMode::Cast(DType::F32), coded: false }
+            }
+            "auto" | "cpu" => Device::Cpu { weights: mode, coded },
+            "cuda" => Device::Cuda { dtype: mode.cast().unwrap_or(DType::Bf16) },
             other => anyhow::bail!("--device {other} is not known; use auto, cpu, cuda or cpu,cuda"),
         };
         anyhow::ensure!(!devices.contains(&device), "--device names {name} twice; give each device once");

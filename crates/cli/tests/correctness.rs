@@ -366,6 +366,22 @@ fn e5_head_dim_given_absent_or_null() {
 }
 
 #[test]
+fn codes_give_the_texts_of_floats() {
+    for format in ["q8_0", "q4_0", "q4_k"] {
+        for tp_size in [1, 4] {
+            let served = serve_with(Fixture::named("chain"), tp_size, |c| c.flag("--quantize", format));
+            for script in &served.fixture.expect.scripts {
+                let answer =
+                    served.server.complete(&script.key.to_string(), json!({"max_tokens": script.ids.len()}));
+                let what = format!("{format} at tp {tp_size}, script {:?}", script.key);
+                assert_eq!(answer.text.trim_start(), script.text.trim_start(), "{what}");
+            }
+            served.server.stop();
+        }
+    }
+}
+
+#[test]
 fn e6_where_the_chat_template_lives() {
     let places =
         ["chain", "chain_jinja_file", "chain_template_json", "chain_named_templates", "chain_hard_template"];

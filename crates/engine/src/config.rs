@@ -2,7 +2,7 @@
 
 use crate::gpu::GpuPlan;
 use crate::links::RankLinks;
-use lockstep_core::{DType, ModelConfig, ParallelInfo, TokenId, Topology};
+use lockstep_core::{DType, ModelConfig, ParallelInfo, TokenId, Topology, WeightMode};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -15,8 +15,8 @@ pub struct RankConfig {
     pub model: PathBuf,
     /// End tokens from every source of the model.
     pub eos_tokens: Vec<TokenId>,
-    /// `--dtype`: convert weights; `None` keeps the file's types.
-    pub dtype: Option<DType>,
+    /// `--dtype`, `--cpu-exact`, `--quantize`: the form of weights in memory.
+    pub weights: WeightMode,
     /// `--device`.
     pub device: DeviceConfig,
     /// `--dummy-weights`: made-up weights instead of the model's files.

@@ -10,8 +10,8 @@ use crate::config::RankConfig;
 use crate::{EngineError, Result};
 use lockstep_backend::{Backend, KvLayout};
 use lockstep_comm::group::{Patience, ProcessGroup};
-use lockstep_core::{DType, ParallelInfo};
-use lockstep_model::{ModelRules, ShardBytes, WeightSource, Workspace};
+use lockstep_core::{ParallelInfo, WeightMode};
+use lockstep_model::{ModelRules, ShardBytes, WeightSource, Workspace, weight_types};
 
 /// Bytes committed before a KV pool that takes what is left.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -25,19 +25,19 @@ pub struct Committed {
 }
 
 impl Committed {
-    /// What the rank at `p` will load of `source`, matrices converted to `dtype` if there is one, and its activations
+    /// What the rank at `p` will load of `source`, matrices as `mode` asks, and its activations
     /// in steps of at most (tokens, rows of logits). From the rules that the loader follows; reads headers only.
     /// Panics when the tp size is illegal.
     pub fn expected<B: Backend>(
         source: &dyn WeightSource,
         p: ParallelInfo,
-        dtype: Option<DType>,
+        mode: WeightMode,
         (tokens_max, rows_max): (usize, usize),
     ) -> Self {
         let model = source.config();
-        let dtype_of = |tensor: &str| source.dtype_of(tensor).map(|own| dtype.unwrap_or(own));
+        let type_of = weight_types(source, mode, B::TAKES_CODES);
         Self {
-            weight_bytes: ShardBytes::of(&ModelRules::new(model), p, dtype_of).total(),
+            weight_bytes: ShardBytes::of(&ModelRules::new(model), p, type_of).total(),
             workspace_bytes: Workspace::<B>::bytes(model, p, tokens_max, rows_max),
             kept_bytes: 0,
         }

@@ -18,7 +18,7 @@ use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_comm::link::Context;
 use lockstep_comm::watch::Mark;
 use lockstep_core::shard::{self, HeadShard};
-use lockstep_core::{DType, ModelConfig, ParallelInfo};
+use lockstep_core::{DType, ModelConfig, ParallelInfo, WeightMode};
 use lockstep_model::{
     Decoder, DummyWeights, Loader, ModelError, ModelRules, Progress, WeightSource, Workspace,
 };
@@ -72,7 +72,7 @@ pub fn prepare<B: Backend>(
     on_progress: Progress<'_>,
 ) -> Result<Prepared<B>> {
     let started = Instant::now();
-    let source = open_source(config)?;
+    let source = open_source::<B>(config)?;
     let model = source.config().clone();
     let context_wanted = config.batching.context_max.unwrap_or(model.max_position).min(model.max_position);
     let device = backend.describe();
@@ -123,14 +123,16 @@ pub fn prepare<B: Backend>(
 }
 
 /// The model's files, or weights made up in their place; rank 0 says what is unpacked while loading.
-fn open_source(config: &RankConfig) -> Result<Box<dyn WeightSource>> {
+fn open_source<B: Backend>(config: &RankConfig) -> Result<Box<dyn WeightSource>> {
     if let Some(dummy) = &config.dummy_weights {
         return Ok(Box::new(DummyWeights::new(dummy.config.clone(), dummy.dtype, dummy.seed)));
     }
     let files = ModelFiles::open(&config.model)?;
     if config.parallel.is_primary() {
         tracing::info!("weights are {}", files.source_label());
-        files.conversions().iter().for_each(|line| tracing::info!("{line}"));
+        let as_codes =
+            B::TAKES_CODES && matches!(config.weights, WeightMode::AsStored | WeightMode::Quantize(_));
+        files.conversions(as_codes).iter().for_each(|line| tracing::info!("{line}"));
         if let Some(report) = files.unread_keys_report() {
             tracing::warn!("{report}");
         }
@@ -159,9 +161,9 @@ fn load<B: Backend>(
     let limits = scheduler_config(config, 1, context_max);
     let (tokens_max, rows_max) = (limits.step_tokens_max(), limits.step_rows_max());
     shard::check_tp_size(model, parallel.tp_size as i64).map_err(ModelError::from)?;
-    let expected = Committed::expected::<B>(source, parallel, config.dtype, (tokens_max, rows_max));
+    let expected = Committed::expected::<B>(source, parallel, config.weights, (tokens_max, rows_max));
     memory::check_before_loading(&memory::allowance(config, &parallel.label()), expected)?;
-    let loader = Loader::new(source, &backend, parallel, config.dtype, on_progress);
+    let loader = Loader::new(source, &backend, parallel, config.weights, on_progress);
     let decoder = Decoder::load(&loader, context_max)?;
     let weight_bytes = loader.packed_bytes() as usize;
     if parallel.is_primary()

@@ -12,8 +12,8 @@
 //! page faults take 0.2 s. Memory that the process itself freed a moment ago is still there.
 
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
-use lockstep_core::ParallelInfo;
 use lockstep_core::config::hf;
+use lockstep_core::{ParallelInfo, WeightMode};
 use lockstep_model::{Decoder, Loader, ModelRules};
 use lockstep_testkit::gguf::{self, GgmlType, GgufWriter, blocks};
 use lockstep_testkit::random::Random;
@@ -159,7 +159,7 @@ fn load(path: &Path, parallel: ParallelInfo, threads: usize) -> Result<()> {
     let backend = CpuBackend::new(CpuOptions { threads, ..CpuOptions::default() })?;
     tell(|| {
         let files = ModelFiles::open(path)?;
-        let loader = Loader::new(&files, &backend, parallel, None, &|_, _| {});
+        let loader = Loader::new(&files, &backend, parallel, WeightMode::AsStored, &|_, _| {});
         Decoder::load(&loader, POSITIONS)?;
         Ok(loader.packed_bytes())
     })

@@ -9,7 +9,8 @@ use crate::source::WeightSource;
 use half::{bf16, f16};
 use lockstep_backend::bands::{BandBuffers, MatrixRows};
 use lockstep_backend::{Backend, Bands};
-use lockstep_core::DType;
+use lockstep_core::{DType, QuantizeFormat, WeightMode, WeightType};
+use lockstep_weights::quantise;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -19,7 +20,7 @@ pub(crate) struct Slice<'a> {
     pub tensor: &'a str,
     pub rows: Range<usize>,
     pub columns: Range<usize>,
-    pub dtype: DType,
+    pub weight_type: WeightType,
     /// Index of the packed matrix among those that are packed together, and the first of its rows.
     pub matrix: usize,
     pub first_row: usize,
@@ -27,29 +28,40 @@ pub(crate) struct Slice<'a> {
 
 impl Slice<'_> {
     fn row_bytes(&self) -> usize {
-        self.columns.len() * self.dtype.size_bytes()
+        self.weight_type.staged_bytes(self.columns.len())
     }
 
-    /// Bytes of all its rows.
+    /// Bytes of all its rows as they are read.
     pub fn bytes(&self) -> usize {
         self.rows.len() * self.row_bytes()
+    }
+
+    /// Bytes of all its rows in memory.
+    pub fn packed_bytes(&self) -> usize {
+        self.weight_type.packed_bytes(self.rows.len() * self.columns.len())
     }
 }
 
 /// Reads slices of one source.
 pub(crate) struct BandReader<'a> {
     source: &'a dyn WeightSource,
+    /// What floats become where the rank keeps codes.
+    quantize: Option<QuantizeFormat>,
     bands: BandBuffers,
     /// Buffers for elements as stored, where the rank keeps another type; not in use.
     stored: Mutex<Vec<Vec<u8>>>,
 }
 
 impl<'a> BandReader<'a> {
-    pub fn new(source: &'a dyn WeightSource) -> Self {
-        Self { source, bands: BandBuffers::default(), stored: Mutex::default() }
+    pub fn new(source: &'a dyn WeightSource, mode: WeightMode) -> Self {
+        let quantize = match mode {
+            WeightMode::Quantize(format) => Some(format),
+            _ => None,
+        };
+        Self { source, quantize, bands: BandBuffers::default(), stored: Mutex::default() }
     }
 
-    /// Packs `slices` into `linears`; gives the bytes packed.
+    /// Packs `slices` into `linears`; gives the bytes read.
     ///
     /// Stops at an error of the source, which names the tensor.
     pub fn pack<B: Backend>(
@@ -58,7 +70,7 @@ impl<'a> BandReader<'a> {
         linears: &mut [B::Linear],
         slices: &[Slice<'_>],
     ) -> Result<usize> {
-        let (packed_bytes, error) = (AtomicUsize::new(0), Mutex::new(None));
+        let (read_bytes, error) = (AtomicUsize::new(0), Mutex::new(None));
         let read = |index: usize, rows: Range<usize>, band: &mut Vec<u8>| {
             let slice: &Slice<'_> = &slices[index];
             let to_stored = |row: usize| slice.rows.start + row - slice.first_row;
@@ -68,7 +80,7 @@ impl<'a> BandReader<'a> {
                 return false;
             }
             // Relaxed: read after all threads are done.
-            packed_bytes.fetch_add(band.len(), Ordering::Relaxed);
+            read_bytes.fetch_add(band.len(), Ordering::Relaxed);
             true
         };
         let parts = slices.iter().map(|slice| MatrixRows {
@@ -79,19 +91,31 @@ impl<'a> BandReader<'a> {
         backend.pack_bands(linears, &Bands::new(parts, &read, &self.bands));
         match error.into_inner().expect("invariant: nothing panics while it holds the error") {
             Some(error) => Err(error),
-            None => Ok(packed_bytes.into_inner()),
+            None => Ok(read_bytes.into_inner()),
         }
     }
 
     fn read(&self, slice: &Slice<'_>, rows: Range<usize>, band: &mut Vec<u8>) -> Result<()> {
-        let columns = slice.columns.clone();
-        if self.source.dtype_of(slice.tensor) == Some(slice.dtype) {
-            self.source.read_rows(slice.tensor, rows, columns, band)?;
-            return Ok(());
+        let (tensor, columns) = (slice.tensor, slice.columns.clone());
+        match slice.weight_type {
+            WeightType::Coded(layout) if self.source.codes_of(tensor).is_some() => {
+                return self.source.read_codes(tensor, rows, columns, layout, band);
+            }
+            WeightType::Float(dtype) if self.source.dtype_of(tensor) == Some(dtype) => {
+                self.source.read_rows(tensor, rows, columns, band)?;
+                return Ok(());
+            }
+            _ => {}
         }
         let mut raw = self.stored().pop().unwrap_or_default();
-        let stored = self.source.read_rows(slice.tensor, rows, columns, &mut raw)?;
-        convert(&raw, stored, slice.dtype, band);
+        let stored = self.source.read_rows(tensor, rows, columns, &mut raw)?;
+        match slice.weight_type {
+            WeightType::Float(dtype) => convert(&raw, stored, dtype, band),
+            WeightType::Coded(layout) => {
+                let format = self.quantize.expect("invariant: floats become codes when somebody asks for it");
+                quantise(format, (stored, &raw), layout, band);
+            }
+        }
         self.stored().push(raw);
         Ok(())
     }
@@ -185,12 +209,13 @@ mod tests {
     fn pack(threads: usize, first_row: usize, rows: Range<usize>, dtype: DType) -> Vec<f32> {
         let mut backend = CpuBackend::new(CpuOptions { threads, ..CpuOptions::default() }).unwrap();
         let out_features = first_row + rows.len();
-        let spec = LinearSpec { out_features, in_features: COLUMNS, dtype, leaves: vec![0, COLUMNS] };
+        let spec = LinearSpec::single_leaf(out_features, COLUMNS, dtype);
         let mut linears = [backend.linear(spec).unwrap()];
-        let source = Rows { broken: usize::MAX };
+        let (source, weight_type) = (Rows { broken: usize::MAX }, dtype.into());
         let slice =
-            Slice { tensor: "x", rows: rows.clone(), columns: 0..COLUMNS, dtype, matrix: 0, first_row };
-        let bytes = BandReader::new(&source).pack(&backend, &mut linears, &[slice]).unwrap();
+            Slice { tensor: "x", rows: rows.clone(), columns: 0..COLUMNS, weight_type, matrix: 0, first_row };
+        let bytes =
+            BandReader::new(&source, WeightMode::AsStored).pack(&backend, &mut linears, &[slice]).unwrap();
         assert_eq!(bytes, rows.len() * COLUMNS * dtype.size_bytes());
         let [linear] = linears;
         let mut out = backend.tensor(out_features, COLUMNS).unwrap();
@@ -226,11 +251,15 @@ mod tests {
     fn the_first_error_ends_the_reading() {
         let backend = CpuBackend::new(CpuOptions { threads: 2, ..CpuOptions::default() }).unwrap();
         let dtype = DType::F32;
-        let spec = LinearSpec { out_features: 5000, in_features: COLUMNS, dtype, leaves: vec![0, COLUMNS] };
+        let spec = LinearSpec::single_leaf(5000, COLUMNS, dtype);
         let mut linears = [backend.linear(spec).unwrap()];
         let source = Rows { broken: 2000 };
-        let slice = Slice { tensor: "x", rows: 0..5000, columns: 0..COLUMNS, dtype, matrix: 0, first_row: 0 };
-        let error = BandReader::new(&source).pack(&backend, &mut linears, &[slice]).unwrap_err();
+        let weight_type = dtype.into();
+        let slice =
+            Slice { tensor: "x", rows: 0..5000, columns: 0..COLUMNS, weight_type, matrix: 0, first_row: 0 };
+        let error = BandReader::new(&source, WeightMode::AsStored)
+            .pack(&backend, &mut linears, &[slice])
+            .unwrap_err();
         assert!(matches!(error, ModelError::Weights(_)) && error.to_string().contains('x'), "{error}");
     }
 

@@ -3,7 +3,7 @@
 
 use crate::rules::ModelRules;
 use lockstep_core::shard::Group;
-use lockstep_core::{DType, ModelConfig, ParallelInfo};
+use lockstep_core::{DType, ModelConfig, ParallelInfo, WeightType};
 
 /// Bytes of one rank's weights by part. Padding rows of the vocabulary are left out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -30,18 +30,21 @@ pub struct ShardBytes {
 impl ShardBytes {
     /// For matrices of `dtype`. Panics when the tp size is illegal (`shard::check_tp_size`).
     pub fn new(config: &ModelConfig, p: ParallelInfo, dtype: DType) -> Self {
-        Self::of(&ModelRules::new(config), p, |_| Some(dtype))
+        Self::of(&ModelRules::new(config), p, |_, _| Some(dtype.into()))
     }
 
-    /// For matrices of the types that a source gives for tensors by name. Panics when the tp size is
-    /// illegal.
-    pub fn of(rules: &ModelRules, p: ParallelInfo, dtype_of: impl Fn(&str) -> Option<DType>) -> Self {
+    /// For matrices kept as `type_of` says ([`weight_types`](crate::weight_types)). Panics when the tp size is illegal.
+    pub fn of(
+        rules: &ModelRules,
+        p: ParallelInfo,
+        type_of: impl Fn(Group, &str) -> Option<WeightType>,
+    ) -> Self {
         let mut bytes = Self::default();
         for rule in rules.iter() {
-            let size = rule.dtype(&dtype_of).size_bytes();
-            *bytes.part_mut(rule.group) += size * rule.local_elements(p);
+            let weight_type = rule.weight_type(p, &rules.exact_tp_sizes, &type_of);
+            *bytes.part_mut(rule.group) += weight_type.packed_bytes(rule.local_elements(p));
             if p.tp_size > 1 {
-                bytes.replicated += size * rule.replicated_elements(p);
+                bytes.replicated += weight_type.packed_bytes(rule.replicated_elements(p));
             }
         }
         bytes

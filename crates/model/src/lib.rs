@@ -28,7 +28,7 @@ pub use decoder::{Decoder, Observer, Workspace};
 pub use dummy::DummyWeights;
 pub use loader::{Loader, Progress};
 pub use rules::ModelRules;
-pub use source::WeightSource;
+pub use source::{WeightSource, has_codes, weight_types};
 
 use lockstep_backend::BackendError;
 use lockstep_core::ConfigError;

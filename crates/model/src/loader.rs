@@ -7,11 +7,11 @@
 
 use crate::bands::{BandReader, Slice};
 use crate::rules::{ModelRules, check_rule};
-use crate::source::WeightSource;
+use crate::source::{WeightSource, weight_types};
 use crate::{ModelError, Result};
 use lockstep_backend::{Backend, LinearSpec};
-use lockstep_core::shard::{Group, LocalMatrix, Piece, WeightRule};
-use lockstep_core::{DType, ModelConfig, ParallelInfo};
+use lockstep_core::shard::{self, Group, LocalMatrix, Piece, WeightRule};
+use lockstep_core::{ModelConfig, ParallelInfo, WeightMode};
 use std::cell::RefCell;
 use std::collections::HashSet;
 
@@ -26,7 +26,8 @@ pub struct Loader<'a, B: Backend> {
     source: &'a dyn WeightSource,
     backend: &'a B,
     parallel: ParallelInfo,
-    dtype: Option<DType>,
+    mode: WeightMode,
+    exact_tp_sizes: Vec<usize>,
     progress: Progress<'a>,
     bands: BandReader<'a>,
     state: RefCell<State>,
@@ -40,17 +41,17 @@ struct State {
 }
 
 impl<'a, B: Backend> Loader<'a, B> {
-    /// A loader for the rank at `parallel`. `dtype` converts every matrix (`--dtype`); by default
-    /// a matrix keeps its file's type, or f32 where fused parts differ.
+    /// A loader for the rank at `parallel`. `mode` says in which form matrices are kept.
     pub fn new(
         source: &'a dyn WeightSource,
         backend: &'a B,
         parallel: ParallelInfo,
-        dtype: Option<DType>,
+        mode: WeightMode,
         progress: Progress<'a>,
     ) -> Self {
-        let bands = BandReader::new(source);
-        Self { source, backend, parallel, dtype, progress, bands, state: RefCell::default() }
+        let bands = BandReader::new(source, mode);
+        let exact_tp_sizes = shard::exact_tp_sizes(source.config());
+        Self { source, backend, parallel, mode, exact_tp_sizes, progress, bands, state: RefCell::default() }
     }
 
     /// The model being loaded.
@@ -133,10 +134,10 @@ impl<'a, B: Backend> Loader<'a, B> {
         let mut slices = Vec::new();
         let specs = rules.iter().enumerate().map(|(matrix, rule)| self.slice(rule, matrix, &mut slices));
         let mut linears = self.backend.linears(&specs.collect::<Result<Vec<_>>>()?)?;
-        let packed_bytes = self.bands.pack(self.backend, &mut linears, &slices)?;
+        let read_bytes = self.bands.pack(self.backend, &mut linears, &slices)?;
         let expected: usize = slices.iter().map(Slice::bytes).sum();
-        assert_eq!(packed_bytes, expected, "invariant: a source gives every element that the rules name");
-        self.state.borrow_mut().packed_bytes += packed_bytes as u64;
+        assert_eq!(read_bytes, expected, "invariant: a source gives every element that the rules name");
+        self.state.borrow_mut().packed_bytes += slices.iter().map(Slice::packed_bytes).sum::<usize>() as u64;
         slices.iter().for_each(|slice| self.source.release(slice.tensor));
         Ok(linears)
     }
@@ -148,20 +149,22 @@ impl<'a, B: Backend> Loader<'a, B> {
         matrix: usize,
         slices: &mut Vec<Slice<'r>>,
     ) -> Result<LinearSpec> {
-        let LocalMatrix { rows, padding_rows, columns, leaves } =
-            rule.local_matrix(self.parallel).expect("invariant: layers ask for matrices by matrix rules");
-        let dtype = self.dtype.unwrap_or_else(|| rule.dtype(|tensor| self.source.dtype_of(tensor)));
+        let type_of = weight_types(self.source, self.mode, B::TAKES_CODES);
+        let weight_type = rule.weight_type(self.parallel, &self.exact_tp_sizes, type_of);
+        let LocalMatrix { rows, padding_rows, columns, leaves } = rule
+            .local_matrix(self.parallel, weight_type)
+            .expect("invariant: layers ask for matrices by matrix rules");
         let mut first_row = 0;
         check_rule(rule, self.source)?;
         for piece in &rule.pieces {
             self.note_filled(piece)?;
             let (rows, columns) = (piece.local_rows(self.parallel), columns.clone());
             let next_row = first_row + rows.len();
-            slices.push(Slice { tensor: &piece.tensor, rows, columns, dtype, matrix, first_row });
+            slices.push(Slice { tensor: &piece.tensor, rows, columns, weight_type, matrix, first_row });
             first_row = next_row;
         }
         assert_eq!(first_row, rows, "invariant: the pieces are the rows of the matrix");
-        Ok(LinearSpec { out_features: rows + padding_rows, in_features: columns.len(), dtype, leaves })
+        Ok(LinearSpec { out_features: rows + padding_rows, in_features: columns.len(), weight_type, leaves })
     }
 
     fn note_filled(&self, piece: &Piece) -> Result<()> {

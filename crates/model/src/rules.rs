@@ -12,7 +12,7 @@ use crate::layers::feed_forward::FeedForwardRules;
 use crate::layers::{norm, vocab};
 use crate::source::WeightSource;
 use lockstep_core::ModelConfig;
-use lockstep_core::shard::WeightRule;
+use lockstep_core::shard::{self, WeightRule};
 
 /// The rules of one decoder layer.
 #[derive(Clone, Debug)]
@@ -42,6 +42,8 @@ pub struct ModelRules {
     pub final_norm: WeightRule,
     /// Untied output head.
     pub head: Option<WeightRule>,
+    /// The tp sizes that owe each other equal bits, for [`WeightRule::weight_type`].
+    pub exact_tp_sizes: Vec<usize>,
 }
 
 impl ModelRules {
@@ -53,6 +55,7 @@ impl ModelRules {
             layers: (0..config.num_layers).map(|layer| LayerRules::new(config, layer)).collect(),
             final_norm: norm::rule("model.norm", config.hidden_size),
             head: untied.then(|| vocab::rule(config, vocab::HEAD)),
+            exact_tp_sizes: shard::exact_tp_sizes(config),
         }
     }
 
@@ -108,7 +111,6 @@ impl LayerRules {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_core::shard;
 
     fn config(text: &str) -> ModelConfig {
         lockstep_core::config::hf::parse(text.as_bytes()).unwrap()

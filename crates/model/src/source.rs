@@ -1,7 +1,9 @@
 //! Where weights come from: model files, or made up from a seed ([`crate::DummyWeights`]).
 
 use crate::Result;
-use lockstep_core::{DType, ModelConfig};
+use crate::rules::ModelRules;
+use lockstep_core::shard::{Group, WeightRule};
+use lockstep_core::{CodeLayout, DType, ModelConfig, ParallelInfo, StoredType, WeightMode, WeightType};
 use lockstep_weights::{ModelFiles, WeightsError};
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -14,6 +16,10 @@ pub trait WeightSource: Sync {
     fn config(&self) -> &ModelConfig;
     /// Element type that [`read_rows`](Self::read_rows) gives; `None` for a tensor that cannot be read.
     fn dtype_of(&self, tensor: &str) -> Option<DType>;
+    /// The layout that holds a tensor's blocks unchanged; `None` for a tensor without codes.
+    fn codes_of(&self, _tensor: &str) -> Option<CodeLayout> {
+        None
+    }
     /// Fails unless the tensor is there, can be read and has exactly this shape; the error names it. Reads headers only.
     fn expect_shape(&self, tensor: &str, shape: &[usize]) -> Result<()>;
     /// Puts `rows` x `cols` of a matrix into `out`, row-major, little-endian, and gives their type.
@@ -24,12 +30,51 @@ pub trait WeightSource: Sync {
         cols: Range<usize>,
         out: &mut Vec<u8>,
     ) -> Result<DType>;
+    /// Puts `rows` x `cols` of a matrix that [has codes](Self::codes_of) into `out` as groups in `layout`, which holds
+    /// them; `cols` are whole groups.
+    fn read_codes(
+        &self,
+        tensor: &str,
+        _rows: Range<usize>,
+        _cols: Range<usize>,
+        _layout: CodeLayout,
+        _out: &mut Vec<u8>,
+    ) -> Result<()> {
+        unreachable!("invariant: {tensor} has no codes")
+    }
     /// Elements `range` of a vector.
     fn read_vector(&self, tensor: &str, range: Range<usize>) -> Result<Vec<f32>>;
     /// Nobody will read the tensor again.
     fn release(&self, tensor: &str);
     /// One sentence about what the source holds beside the tensors in `used`.
     fn unused_report(&self, used: &HashSet<String>) -> Option<String>;
+}
+
+/// The form in which a backend keeps tensors of `source` as `mode` asks, by what they count as and by name, for
+/// [`WeightRule::weight_type`](lockstep_core::shard::WeightRule::weight_type). `takes_codes`: [`Backend::TAKES_CODES`].
+///
+/// [`Backend::TAKES_CODES`]: lockstep_backend::Backend::TAKES_CODES
+pub fn weight_types(
+    source: &dyn WeightSource,
+    mode: WeightMode,
+    takes_codes: bool,
+) -> impl Fn(Group, &str) -> Option<WeightType> {
+    move |group, tensor| {
+        let dtype = source.dtype_of(tensor)?;
+        let stored = StoredType { dtype, codes: source.codes_of(tensor) };
+        Some(mode.weight_type(stored, group, takes_codes))
+    }
+}
+
+/// Whether a rank of a backend that takes codes keeps some matrix of `source` as codes.
+pub fn has_codes(source: &dyn WeightSource, mode: WeightMode) -> bool {
+    let rules = ModelRules::new(source.config());
+    let p = ParallelInfo::SINGLE;
+    let coded = |rule: &WeightRule| {
+        let weight_type = rule.weight_type(p, &rules.exact_tp_sizes, weight_types(source, mode, true));
+        matches!(weight_type, WeightType::Coded(_))
+    };
+    rules.iter().any(coded)
 }
 
 /// How checkpoints that hold more than text name the text model's tensors.
@@ -72,6 +117,21 @@ impl WeightSource for ModelFiles {
         out: &mut Vec<u8>,
     ) -> Result<DType> {
         Ok(ModelFiles::read_rows(self, &stored_name(self, tensor), rows, cols, out)?)
+    }
+
+    fn codes_of(&self, tensor: &str) -> Option<CodeLayout> {
+        ModelFiles::codes_of(self, &stored_name(self, tensor))
+    }
+
+    fn read_codes(
+        &self,
+        tensor: &str,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        layout: CodeLayout,
+        out: &mut Vec<u8>,
+    ) -> Result<()> {
+        Ok(ModelFiles::read_codes(self, &stored_name(self, tensor), (rows, cols), layout, out)?)
     }
 
     fn read_vector(&self, tensor: &str, range: Range<usize>) -> Result<Vec<f32>> {

@@ -93,8 +93,10 @@ impl<'a> Sizes<'a> {
         p: ParallelInfo,
     ) -> Self {
         let config = facts.config;
-        let bytes =
-            |rule: &WeightRule| (rule.local_elements(p) * rule.dtype(facts.dtype_of).size_bytes()) as f64;
+        let bytes = |rule: &WeightRule| {
+            let weight_type = rule.weight_type(p, &rules.exact_tp_sizes, facts.type_of);
+            weight_type.packed_bytes(rule.local_elements(p)) as f64
+        };
         let (mut dense_bytes, mut expert_bytes, mut dense_macs) = (0.0, 0.0, 0.0);
         for rule in rules.iter() {
             match rule.group {

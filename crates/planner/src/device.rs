@@ -1,6 +1,9 @@
 //! What a device can do: a small table that users can replace.
 
 use crate::PlanError;
+use lockstep_backend::Backend;
+use lockstep_backend::cpu::CpuBackend;
+use lockstep_backend::cuda::CudaBackend;
 use serde::{Deserialize, Serialize};
 use std::ops::RangeInclusive;
 
@@ -20,6 +23,14 @@ impl DeviceKind {
         match self {
             DeviceKind::Gpu => 2,
             DeviceKind::Cpu => 4,
+        }
+    }
+
+    /// Whether its products take codes.
+    pub const fn takes_codes(self) -> bool {
+        match self {
+            DeviceKind::Gpu => CudaBackend::TAKES_CODES,
+            DeviceKind::Cpu => CpuBackend::TAKES_CODES,
         }
     }
 }

@@ -22,7 +22,8 @@ pub use device::{Device, DeviceKind, DeviceTable};
 
 use cost::Cost;
 use lockstep_core::shard;
-use lockstep_core::{DType, ModelConfig, ParallelInfo};
+use lockstep_core::shard::Group;
+use lockstep_core::{ModelConfig, ParallelInfo, WeightType};
 use lockstep_model::rules::ModelRules;
 use memory::RankMemory;
 use serde::Serialize;
@@ -63,8 +64,9 @@ pub enum PlanError {
 pub struct Facts<'a> {
     /// Its description.
     pub config: &'a ModelConfig,
-    /// The type each tensor will have in memory; `None` when the checkpoint has no such tensor.
-    pub dtype_of: &'a dyn Fn(&str) -> Option<DType>,
+    /// The form each tensor will have in memory ([`lockstep_model::weight_types`]); `None` when the checkpoint has no such
+    /// tensor.
+    pub type_of: &'a dyn Fn(Group, &str) -> Option<WeightType>,
     /// Where that is from, for the report.
     pub source: String,
     /// What the files hold that is not read: a sentence each.

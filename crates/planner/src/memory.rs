@@ -50,7 +50,7 @@ impl RankMemory {
         p: ParallelInfo,
     ) -> Self {
         let config = facts.config;
-        let shard = ShardBytes::of(rules, p, facts.dtype_of);
+        let shard = ShardBytes::of(rules, p, facts.type_of);
         let heads = HeadShard::new(config.num_heads, config.num_kv_heads, p.tp_rank, p.tp_size);
         let rows = workload.concurrency;
         // f32 in the CPU backend; a GPU keeps activations in 16 bits.

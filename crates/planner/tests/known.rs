@@ -14,8 +14,12 @@ fn config(name: &str) -> ModelConfig {
 fn planned(name: &str, device: &str, context: usize, concurrency: usize) -> Plan {
     let config = config(name);
     let device = DeviceTable::built_in().find(device).unwrap();
-    let facts =
-        Facts { config: &config, dtype_of: &|_| Some(DType::Bf16), source: "bf16".into(), notes: Vec::new() };
+    let facts = Facts {
+        config: &config,
+        type_of: &|_, _| Some(DType::Bf16.into()),
+        source: "bf16".into(),
+        notes: Vec::new(),
+    };
     let workload =
         Workload { context, concurrency, ..Workload::default_for(device.kind, config.max_position) };
     lockstep_planner::plan(&facts, &device, workload).unwrap()
@@ -163,8 +167,12 @@ fn a_model_that_fits_nowhere_and_one_that_cannot_be_cut() {
     let mut config = config("qwen3-8b");
     (config.num_heads, config.num_kv_heads) = (6, 2);
     let device = DeviceTable::built_in().find("h200").unwrap();
-    let facts =
-        Facts { config: &config, dtype_of: &|_| Some(DType::Bf16), source: String::new(), notes: Vec::new() };
+    let facts = Facts {
+        config: &config,
+        type_of: &|_, _| Some(DType::Bf16.into()),
+        source: String::new(),
+        notes: Vec::new(),
+    };
     let plan = lockstep_planner::plan(&facts, &device, Workload::default_for(device.kind, 40960)).unwrap();
     assert_eq!(legal(&plan), [1, 2, 6]);
     let four = plan.choices.iter().find(|c| c.tp_size == 4).unwrap();
@@ -179,7 +187,8 @@ fn replicas_share_the_load_and_a_machine_but_no_gpus() {
         let config = config("qwen3-8b");
         let device = DeviceTable::built_in().find(device).unwrap();
         let source = "bf16".into();
-        let facts = Facts { config: &config, dtype_of: &|_| Some(DType::Bf16), source, notes: Vec::new() };
+        let facts =
+            Facts { config: &config, type_of: &|_, _| Some(DType::Bf16.into()), source, notes: Vec::new() };
         let load = Workload { context: 4096, concurrency: 5, ..Workload::default_for(device.kind, 40960) };
         lockstep_planner::plan(&facts, &device, Workload { replicas, ..load }).unwrap()
     };

@@ -18,7 +18,7 @@ use lockstep_comm::shm::{
     AbortHandle, AbortOnPanic, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions,
 };
 use lockstep_core::shard::HeadShard;
-use lockstep_core::{DType, ModelConfig, ParallelInfo, TokenId};
+use lockstep_core::{ModelConfig, ParallelInfo, TokenId, WeightMode};
 use lockstep_engine::gpu::{self, GpuPlan, Joined};
 use lockstep_engine::start::Groups;
 use lockstep_model::{Decoder, Loader, Workspace};
@@ -238,9 +238,9 @@ fn load(spec: Spec<'_>, rank: usize, region: &Arc<SharedRegion>) -> Seat {
     let options = ShmOptions { deadline: PATIENCE, ranks_share_cores: tp * spec.threads > cores };
     let collective = Box::new(ShmCollective::new(Arc::clone(region), rank, options)?);
     match spec.place.device {
-        Device::Cpu { dtype } => {
+        Device::Cpu { weights, .. } => {
             let backend = CpuBackend::new(CpuOptions { threads: spec.threads, ..CpuOptions::default() })?;
-            loaded(spec, rank, dtype, backend, collective)
+            loaded(spec, rank, weights, backend, collective)
         }
         Device::Cuda { dtype } => {
             let replica = Box::new(ShmGroup::new(Arc::clone(region), rank, options)?);
@@ -251,7 +251,7 @@ fn load(spec: Spec<'_>, rank: usize, region: &Arc<SharedRegion>) -> Seat {
             groups.replica.barrier(Patience::Idle)?;
             let (p, sharing) = (parallel(rank, tp), spec.gpus.sharing(rank, tp));
             memory::check_gpu(spec.subject.source(p), p, dtype, spec.sizes, (free_bytes, sharing))?;
-            loaded(spec, rank, Some(dtype), backend, groups.tensors)
+            loaded(spec, rank, WeightMode::Cast(dtype), backend, groups.tensors)
         }
     }
 }
@@ -259,7 +259,7 @@ fn load(spec: Spec<'_>, rank: usize, region: &Arc<SharedRegion>) -> Seat {
 fn loaded<B: Backend + 'static>(
     spec: Spec<'_>,
     rank: usize,
-    dtype: Option<DType>,
+    weights: WeightMode,
     backend: B,
     collective: Box<dyn Collective>,
 ) -> Seat {
@@ -268,7 +268,7 @@ fn loaded<B: Backend + 'static>(
     let config = source.config().clone();
     let silent = |_: usize, _: usize| {};
     let decoder =
-        Decoder::load(&Loader::new(source, &backend, parallel, dtype, &silent), spec.positions_max)?;
+        Decoder::load(&Loader::new(source, &backend, parallel, weights, &silent), spec.positions_max)?;
     Ok(Box::new(Rank { parallel, config, loaded: Some(Loaded { backend, decoder, collective }) }))
 }
 

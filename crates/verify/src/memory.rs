@@ -11,7 +11,7 @@ use lockstep_backend::cpu::CpuBackend;
 use lockstep_backend::cuda::CudaBackend;
 use lockstep_backend::{Backend, KvLayout};
 use lockstep_core::shard::{self, HeadShard};
-use lockstep_core::{DType, ModelConfig, ParallelInfo};
+use lockstep_core::{DType, ModelConfig, ParallelInfo, WeightMode};
 use lockstep_engine::memory::{Allowance, Committed, check_before_loading};
 use lockstep_model::WeightSource;
 
@@ -77,9 +77,9 @@ impl RunSizes {
         self,
         source: &dyn WeightSource,
         p: ParallelInfo,
-        (dtype, kv): (Option<DType>, DType),
+        (weights, kv): (WeightMode, DType),
     ) -> Committed {
-        let committed = Committed::expected::<B>(source, p, dtype, (self.tokens, self.rows));
+        let committed = Committed::expected::<B>(source, p, weights, (self.tokens, self.rows));
         Committed { kept_bytes: self.kept_bytes(source.config(), p, kv), ..committed }
     }
 }
@@ -88,13 +88,13 @@ impl RunSizes {
 pub fn check(subject: &dyn Subject, options: &Options, places: &[Place]) -> Result<()> {
     let sizes = RunSizes::of(options);
     for place in places {
-        let Device::Cpu { dtype } = place.device else { continue };
+        let Device::Cpu { weights, .. } = place.device else { continue };
         let ranks = || (0..place.tp).map(|rank| parallel(rank, place.tp));
         // A size that the model cannot be cut into is the finding of that place.
         if ranks().any(|p| shard::check_tp_size(subject.source(p).config(), place.tp as i64).is_err()) {
             continue;
         }
-        let of_rank = |p| sizes.expected::<CpuBackend>(subject.source(p), p, (dtype, DType::F32));
+        let of_rank = |p| sizes.expected::<CpuBackend>(subject.source(p), p, (weights, DType::F32));
         let expected = ranks().map(of_rank).fold(Committed::default(), Committed::and);
         let who = format!("the ranks of {}", place.words());
         check_before_loading(&allowance(&who, options.memory_bytes, &options.memory_origin), expected)?;
@@ -110,7 +110,7 @@ pub fn check_gpu(
     sizes: RunSizes,
     (free_bytes, sharing): (usize, usize),
 ) -> Result<()> {
-    let expected = sizes.expected::<CudaBackend>(source, p, (Some(dtype), dtype));
+    let expected = sizes.expected::<CudaBackend>(source, p, (WeightMode::Cast(dtype), dtype));
     // Results are kept in this machine's memory.
     let expected = Committed { kept_bytes: 0, ..expected };
     let bytes = (free_bytes as f64 * MEMORY_RATIO / sharing as f64) as usize;

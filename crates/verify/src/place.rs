@@ -5,16 +5,18 @@
 //! the depth of the model and not from what was measured (`docs/verifying.md`, "Bounds").
 
 use lockstep_core::limits::K_LEAVES;
-use lockstep_core::{DType, ModelConfig};
+use lockstep_core::{DType, ModelConfig, WeightMode};
 use serde::Serialize;
 
 /// What ranks compute on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {
-    /// The CPU backend, in f32; matrices in the file's type or converted.
+    /// The CPU backend.
     Cpu {
-        /// Conversion of matrices.
-        dtype: Option<DType>,
+        /// Form of matrices.
+        weights: WeightMode,
+        /// Some matrices are kept as codes, and what meets them is rounded to 8 bits.
+        coded: bool,
     },
     /// A GPU for each rank.
     Cuda {
@@ -51,7 +53,9 @@ impl Device {
     /// The type that its results are rounded to.
     const fn rounds_to(self) -> DType {
         match self {
-            Self::Cpu { .. } => DType::F32,
+            Self::Cpu { coded: false, .. } => DType::F32,
+            // A group's elements are rounded by 1/254 of the largest: as in bf16.
+            Self::Cpu { coded: true, .. } => DType::Bf16,
             Self::Cuda { dtype } => dtype,
         }
     }
@@ -170,7 +174,7 @@ mod tests {
     use super::*;
     use lockstep_core::config::{Dimensions, Family, MoeConfig, RopeConfig, RopeScaling};
 
-    const CPU: Device = Device::Cpu { dtype: None };
+    const CPU: Device = Device::Cpu { weights: WeightMode::AsStored, coded: false };
 
     fn cuda(dtype: DType) -> Device {
         Device::Cuda { dtype }
@@ -196,6 +200,8 @@ mod tests {
         let small = model(2, 64);
         let share = |dtype, config: &ModelConfig| Bound::between(CPU, cuda(dtype), config).share;
         assert_eq!(share(DType::F32, &small), CLOSE, "f32 sums in another order");
+        let coded = Device::Cpu { weights: WeightMode::AsStored, coded: true };
+        assert_eq!(Bound::between(coded, coded, &small).share, share(DType::Bf16, &small));
         // 42 roundings of 2^-8, and of 2^-11.
         assert!((share(DType::Bf16, &small) - 42.0 / 256.0).abs() < 1e-4);
         assert!((share(DType::F16, &small) * 8.0 - share(DType::Bf16, &small)).abs() < 1e-4);

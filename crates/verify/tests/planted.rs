@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)] // tests may unwrap
 
 use lockstep_core::shard::HeadShard;
-use lockstep_core::{DType, ModelConfig, ParallelInfo};
+use lockstep_core::{DType, ModelConfig, ParallelInfo, WeightMode};
 use lockstep_model::{Result, WeightSource};
 use lockstep_testkit::{Fixture, TempDir};
 use lockstep_verify::{Comparison, Device, Options, Report, Subject, WholeSource, report, verify};
@@ -159,7 +159,7 @@ fn options(fixture: &Fixture, tp_sizes: &[usize]) -> Options {
     let long: Vec<u32> = (0..70).map(|i| 1 + (i * 37) % 200).collect();
     Options {
         gpus: Default::default(),
-        devices: vec![Device::Cpu { dtype: None }],
+        devices: vec![Device::Cpu { weights: WeightMode::AsStored, coded: false }],
         tp_sizes: tp_sizes.to_vec(),
         prompts: vec![prompt.clone(), long, vec![5]],
         tokens: 6,

@@ -4,7 +4,6 @@ use super::{bandwidth, cores};
 use crate::checkpoint;
 use crate::error::{CliError, Result};
 use crate::flags::DecodeFlags;
-use crate::flags::model::DtypeFlag;
 use crate::output::say_line;
 use crate::pull;
 use crate::serve::memory;
@@ -12,9 +11,11 @@ use lockstep_backend::cpu::{CpuBackend, CpuOptions};
 use lockstep_backend::cuda::{CudaBackend, CudaOptions};
 use lockstep_backend::{AttentionBatch, AttentionRow, Backend, Choice, ForwardInput, KvLayout, RowChoice};
 use lockstep_comm::collective::OneRank;
-use lockstep_core::{DType, ExitCode, ModelConfig, ParallelInfo, SamplingParams};
+use lockstep_core::{DType, ExitCode, ModelConfig, ParallelInfo, SamplingParams, WeightMode};
 use lockstep_engine::memory::{Allowance, Committed, check_before_loading};
-use lockstep_model::{Decoder, DummyWeights, Loader, ShardBytes, WeightSource, Workspace};
+use lockstep_model::{
+    Decoder, DummyWeights, Loader, ModelRules, ShardBytes, WeightSource, Workspace, weight_types,
+};
 use std::path::Path;
 use std::time::Instant;
 
@@ -26,14 +27,14 @@ const WARM_STEPS: usize = 3;
 /// Prints decode and prefill speed of one model, on CPUs beside the floor.
 pub fn decode(flags: &DecodeFlags) -> Result<()> {
     let flag_error = CliError::with(ExitCode::Flags);
-    let dtype = DtypeFlag { dtype: flags.dtype.clone() }.convert().map_err(&flag_error)?;
+    let mode = flags.weights.mode(&flags.device).map_err(&flag_error)?;
     let threads = flags.threads.unwrap_or_else(cores);
     let internal = CliError::with(ExitCode::Internal);
     match flags.device.as_str() {
         "cpu" => {
             let options = CpuOptions { threads, ..CpuOptions::default() };
             let backend = CpuBackend::new(options).map_err(&internal)?;
-            let (step, weight_bytes) = measure(flags, backend, dtype)?;
+            let (step, weight_bytes) = measure(flags, backend, mode)?;
             let bandwidth = bandwidth(threads, true)?;
             let floor = weight_bytes as f64 / (bandwidth * 1e9);
             say_line(format_args!(
@@ -44,10 +45,10 @@ pub fn decode(flags: &DecodeFlags) -> Result<()> {
             say_line(format_args!("share of the floor  {:>9.0} %", 100.0 * floor / step))?;
         }
         "cuda" => {
-            let dtype = dtype.unwrap_or(DType::Bf16);
+            let dtype = mode.cast().unwrap_or(DType::Bf16);
             let backend =
                 CudaBackend::new(CudaOptions { gpu: 0, dtype, patience: None }).map_err(&internal)?;
-            let (step, weight_bytes) = measure(flags, backend, Some(dtype))?;
+            let (step, weight_bytes) = measure(flags, backend, WeightMode::Cast(dtype))?;
             let rate = weight_bytes as f64 / step / 1e9;
             say_line(format_args!(
                 "weights read        {rate:>9.0} GB/s ({} MiB a step)",
@@ -63,11 +64,11 @@ pub fn decode(flags: &DecodeFlags) -> Result<()> {
 }
 
 /// Where the weights come from.
-fn source(flags: &DecodeFlags, path: &Path, dtype: Option<DType>) -> Result<Box<dyn WeightSource>> {
+fn source(flags: &DecodeFlags, path: &Path, mode: WeightMode) -> Result<Box<dyn WeightSource>> {
     if !flags.dummy_weights {
         return Ok(Box::new(checkpoint::open(path)?));
     }
-    let model = checkpoint::config_only(path, dtype)?;
+    let model = checkpoint::config_only(path, mode.cast())?;
     Ok(Box::new(DummyWeights::new(model.config, model.dtype, 1)))
 }
 
@@ -76,7 +77,7 @@ fn check_memory<B: Backend>(
     flags: &DecodeFlags,
     source: &dyn WeightSource,
     backend: &B,
-    dtype: Option<DType>,
+    mode: WeightMode,
 ) -> Result<()> {
     if flags.device != "cpu" {
         return Ok(());
@@ -85,7 +86,7 @@ fn check_memory<B: Backend>(
     let rows = flags.prompt.max(flags.batch);
     let expected = Committed {
         kept_bytes: Run::layout(flags, source.config(), backend).pool_bytes(),
-        ..Committed::expected::<B>(source, ParallelInfo::SINGLE, dtype, (rows, flags.batch))
+        ..Committed::expected::<B>(source, ParallelInfo::SINGLE, mode, (rows, flags.batch))
     };
     let allowed = Allowance {
         who: "this command",
@@ -98,14 +99,14 @@ fn check_memory<B: Backend>(
 }
 
 /// Seconds of a decode step, and the bytes of weights that it reads.
-fn measure<B: Backend>(flags: &DecodeFlags, backend: B, dtype: Option<DType>) -> Result<(f64, usize)> {
+fn measure<B: Backend>(flags: &DecodeFlags, backend: B, mode: WeightMode) -> Result<(f64, usize)> {
     let path = pull::resolve(&flags.model, &pull::cache_dir(None))?;
     let internal = CliError::with(ExitCode::Internal);
-    let source = source(flags, &path, dtype)?;
-    check_memory::<B>(flags, &*source, &backend, dtype)?;
+    let source = source(flags, &path, mode)?;
+    check_memory::<B>(flags, &*source, &backend, mode)?;
     let start = Instant::now();
     say_line(format_args!("{} on {}", path.display(), backend.describe()))?;
-    let mut run = Run::load(flags, &*source, backend, dtype).map_err(&internal)?;
+    let mut run = Run::load(flags, &*source, backend, mode).map_err(&internal)?;
     say_line(format_args!("load                {:>9.2} s", start.elapsed().as_secs_f64()))?;
     let vocab = source.config().vocab_size as u32;
     let prompt: Vec<u32> = (0..flags.prompt as u32).map(|i| 1 + i * 37 % (vocab - 1)).collect();
@@ -163,7 +164,7 @@ impl<B: Backend> Run<B> {
         flags: &DecodeFlags,
         source: &dyn WeightSource,
         backend: B,
-        dtype: Option<DType>,
+        mode: WeightMode,
     ) -> anyhow::Result<Self> {
         let (parallel, model) = (ParallelInfo::SINGLE, source.config());
         let positions = positions(flags);
@@ -173,11 +174,11 @@ impl<B: Backend> Run<B> {
             model.max_position
         );
         let silent = |_: usize, _: usize| {};
-        let loader = Loader::new(source, &backend, parallel, dtype, &silent);
+        let loader = Loader::new(source, &backend, parallel, mode, &silent);
         let decoder = Decoder::load(&loader, positions)?;
         // A step reads every weight once, but of an embedding that is not also the head only a few rows.
-        let stored = dtype.or_else(|| source.dtype_of("model.embed_tokens.weight")).unwrap_or(DType::F32);
-        let vocabulary = ShardBytes::new(model, parallel, stored).vocabulary;
+        let type_of = weight_types(source, mode, B::TAKES_CODES);
+        let vocabulary = ShardBytes::of(&ModelRules::new(model), parallel, type_of).vocabulary;
         let unread = if model.tie_word_embeddings { 0 } else { vocabulary / 2 };
         let weight_bytes = loader.packed_bytes() as usize - unread;
         let rows = flags.prompt.max(flags.batch);

@@ -146,7 +146,7 @@ impl Engine {
             parallel: ParallelInfo::SINGLE,
             model: path,
             eos_tokens: model.eos_tokens.clone(),
-            dtype: flags.dtype.convert().map_err(&flag_error)?,
+            weights: flags.weights.mode(&flags.device).map_err(&flag_error)?,
             dummy_weights,
             threads,
             memory_budget_bytes,
@@ -233,7 +233,7 @@ fn described(flags: &EngineFlags, path: &Path) -> Result<(ModelConfig, Option<Du
         let files = checkpoint::open(path)?;
         return Ok((files.config().clone(), None));
     }
-    let dummy = dummy_spec(path, &flags.dtype, flags.seed)?;
+    let dummy = dummy_spec(path, &flags.weights.dtype, flags.seed)?;
     Ok((dummy.config.clone(), Some(dummy)))
 }
 

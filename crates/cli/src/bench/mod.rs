@@ -12,6 +12,7 @@ pub use engine::{latency, offline};
 pub use serve::serve;
 
 use crate::error::{CliError, Result};
+use crate::flags::model::{DtypeFlag, WeightFlags};
 use crate::flags::{DecodeFlags, HwFlags};
 use crate::output::say_line;
 use lockstep_backend::cpu::probe;
@@ -63,7 +64,7 @@ pub fn hardware(flags: &HwFlags) -> Result<()> {
         prompt: 512,
         batch: 1,
         device: "cpu".into(),
-        dtype: "auto".into(),
+        weights: WeightFlags { dtype: DtypeFlag { dtype: "auto".into() }, cpu_exact: false, quantize: None },
         dummy_weights: false,
     })
 }

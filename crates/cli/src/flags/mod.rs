@@ -184,9 +184,9 @@ pub struct EngineFlags {
     /// cpu or cuda.
     #[arg(long, default_value = "cpu")]
     pub device: String,
-    /// Element type of weights.
+    /// Form of weights.
     #[command(flatten)]
-    pub dtype: model::DtypeFlag,
+    pub weights: model::WeightFlags,
     /// Make weights up from a seed; the model may then be a folder with only a config.json.
     #[arg(long)]
     pub dummy_weights: bool,
@@ -321,9 +321,9 @@ pub struct DecodeFlags {
     /// cpu or cuda.
     #[arg(long, default_value = "cpu")]
     pub device: String,
-    /// Element type of weights [default: the file's own, on GPUs bf16].
-    #[arg(long, default_value = "auto")]
-    pub dtype: String,
+    /// Form of weights [default: the file's own, on GPUs bf16].
+    #[command(flatten)]
+    pub weights: model::WeightFlags,
     /// Make weights up from a seed; the model may then be a folder with only a config.json.
     #[arg(long)]
     pub dummy_weights: bool,

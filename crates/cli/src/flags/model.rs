@@ -1,8 +1,8 @@
 //! Which model, and how its weights are kept.
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::Args;
-use lockstep_core::DType;
+use lockstep_core::{DType, QuantizeFormat, WeightMode};
 use std::path::PathBuf;
 
 /// Model flags of `lockstep serve`.
@@ -16,9 +16,9 @@ pub struct ModelFlags {
     #[arg(long)]
     pub served_model_name: Option<String>,
 
-    /// Element type of weights.
+    /// Form of weights.
     #[command(flatten)]
-    pub dtype: DtypeFlag,
+    pub weights: WeightFlags,
 
     /// Device: auto (cpu), cpu, or cuda.
     #[arg(long, default_value = "auto")]
@@ -39,6 +39,53 @@ pub struct ModelFlags {
     /// Where fetched models are kept [default: $LOCKSTEP_CACHE, else the user's cache directory].
     #[arg(long)]
     pub cache_dir: Option<PathBuf>,
+}
+
+/// In which form weights are kept, the same wherever they are loaded or counted.
+#[derive(Args, Debug)]
+pub struct WeightFlags {
+    /// Element type.
+    #[command(flatten)]
+    pub dtype: DtypeFlag,
+
+    /// On CPUs: unpack a file's blocks to bf16 and compute in f32 instead of with 8-bit integers.
+    #[arg(long)]
+    pub cpu_exact: bool,
+
+    /// On CPUs: turn float weights into q8_0, q4_0 or q4_k while loading.
+    #[arg(long, value_name = "FORMAT")]
+    pub quantize: Option<String>,
+}
+
+impl WeightFlags {
+    /// What is asked for, on this `--device`.
+    pub fn mode(&self, device: &str) -> Result<WeightMode> {
+        let asked = [
+            ("--cpu-exact", self.cpu_exact),
+            ("--quantize", self.quantize.is_some()),
+            ("--dtype", self.dtype.convert()?.is_some()),
+        ];
+        let mut asked = asked.iter().filter(|(_, given)| *given).map(|(name, _)| *name);
+        if let (Some(one), Some(other)) = (asked.next(), asked.next()) {
+            bail!("{one} and {other} say different things about the form of weights; give one of them");
+        }
+        if device == "cuda" && (self.cpu_exact || self.quantize.is_some()) {
+            bail!("--cpu-exact and --quantize are for CPUs; leave them out with --device cuda");
+        }
+        let format = |name: &str| {
+            let known = QuantizeFormat::ALL.iter().find(|(known, _)| *known == name);
+            known.map(|(_, format)| *format).with_context(|| {
+                let names = QuantizeFormat::ALL.map(|(name, _)| name).join(", ");
+                format!("--quantize {name} is not known; use one of {names}")
+            })
+        };
+        Ok(match (&self.quantize, self.dtype.convert()?) {
+            (Some(name), _) => WeightMode::Quantize(format(name)?),
+            (None, Some(dtype)) => WeightMode::Cast(dtype),
+            (None, None) if self.cpu_exact => WeightMode::Exact,
+            (None, None) => WeightMode::AsStored,
+        })
+    }
 }
 
 /// `--dtype`, the same wherever weights are loaded or counted.
@@ -87,6 +134,42 @@ impl ModelFlags {
                 bail!("--chat-template {} is not a file; give the path of a Jinja template", path.display())
             }
             _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn flags(dtype: &str, cpu_exact: bool, quantize: Option<&str>) -> WeightFlags {
+        WeightFlags {
+            dtype: DtypeFlag { dtype: dtype.into() },
+            cpu_exact,
+            quantize: quantize.map(str::to_owned),
+        }
+    }
+
+    #[test]
+    fn the_form_of_weights_is_said_once() {
+        let mode = |dtype, exact, quantize| flags(dtype, exact, quantize).mode("cpu").unwrap();
+        assert_eq!(mode("auto", false, None), WeightMode::AsStored);
+        assert_eq!(mode("auto", true, None), WeightMode::Exact);
+        assert_eq!(mode("half", false, None), WeightMode::Cast(DType::F16));
+        for (name, format) in QuantizeFormat::ALL {
+            assert_eq!(mode("auto", false, Some(name)), WeightMode::Quantize(format));
+        }
+        for (flags, device, words) in [
+            (flags("auto", true, Some("q8_0")), "cpu", "--cpu-exact and --quantize"),
+            (flags("f32", true, None), "cpu", "--cpu-exact and --dtype"),
+            (flags("bf16", false, Some("q4_0")), "cpu", "--quantize and --dtype"),
+            (flags("auto", true, None), "cuda", "--device cuda"),
+            (flags("auto", false, Some("q4_0")), "cuda", "--device cuda"),
+            (flags("auto", false, Some("q2_k")), "cpu", "q8_0, q4_0, q4_k"),
+            (flags("int8", false, None), "cpu", "auto, f32, f16 or bf16"),
+        ] {
+            let error = flags.mode(device).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
         }
     }
 }

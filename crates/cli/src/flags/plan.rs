@@ -1,6 +1,6 @@
 //! Flags of `lockstep plan`.
 
-use super::model::DtypeFlag;
+use super::model::WeightFlags;
 use anyhow::{Result, bail};
 use clap::Args;
 use lockstep_api::engine::router::REPLICAS_MAX;
@@ -49,9 +49,9 @@ pub struct PlanFlags {
     #[arg(long)]
     pub memory_ratio: Option<f64>,
 
-    /// Element type of weights.
+    /// Form of weights.
     #[command(flatten)]
-    pub dtype: DtypeFlag,
+    pub weights: WeightFlags,
 
     /// Where fetched models are kept [default: $LOCKSTEP_CACHE, else the user's cache directory].
     #[arg(long)]

@@ -1,7 +1,7 @@
 //! Flags of `lockstep verify`.
 
 use super::gpus::GpuFlags;
-use super::model::DtypeFlag;
+use super::model::WeightFlags;
 use clap::Args;
 use std::path::PathBuf;
 
@@ -39,9 +39,9 @@ pub struct VerifyFlags {
     #[arg(long)]
     pub threads: Option<usize>,
 
-    /// Element type of weights; with cuda, what GPUs compute in.
+    /// Form of weights; with cuda, --dtype is what GPUs compute in.
     #[command(flatten)]
-    pub dtype: DtypeFlag,
+    pub weights: WeightFlags,
 
     /// Where a promise is broken, look for the first layer whose activations differ.
     #[arg(long)]

@@ -48,7 +48,7 @@ pub struct ServePlan {
     /// What ranks compute on.
     pub device: DeviceConfig,
     /// Conversion of weights, if asked for.
-    pub dtype: Option<lockstep_core::DType>,
+    pub weights: lockstep_core::WeightMode,
     /// Batching, equal on all ranks.
     pub batching: Batching,
     /// Bytes each rank may use.
@@ -126,7 +126,11 @@ impl ServePlan {
             threads: flags.parallel.threads(cores, ranks).map_err(CliError::with(ExitCode::Flags))?,
             batching,
             device,
-            dtype: flags.model.dtype.convert().map_err(CliError::with(ExitCode::Flags))?,
+            weights: flags
+                .model
+                .weights
+                .mode(&flags.model.device)
+                .map_err(CliError::with(ExitCode::Flags))?,
             rank_budget_bytes,
             budget_origin,
             num_pages: (0..tp).map(|rank| flags.memory.pages_of(rank)).collect(),
@@ -189,7 +193,7 @@ impl Described {
         let flag_error = CliError::with::<anyhow::Error>(ExitCode::Flags);
         let uses_generation = flags.model.uses_generation_config().map_err(&flag_error)?;
         if let Some(seed) = flags.model.dummy_weights {
-            let dummy = dummy_spec(path, &flags.model.dtype, seed)?;
+            let dummy = dummy_spec(path, &flags.model.weights.dtype, seed)?;
             let (config, eos_tokens) = (dummy.config.clone(), dummy.config.eos_tokens.clone());
             let generation = GenerationDefaults::default();
             return Ok(Self { config, eos_tokens, generation, dummy: Some(dummy) });
@@ -213,7 +217,7 @@ fn check_flags(flags: &ServeFlags) -> anyhow::Result<()> {
     flags.parallel.check()?;
     // What is wrong with --tp itself is said with the sizes that the model takes.
     device(flags, usize::try_from(flags.parallel.tp).unwrap_or(1).max(1))?;
-    flags.model.dtype.convert()?;
+    flags.model.weights.mode(&flags.model.device)?;
     flags.model.check_chat_template()?;
     flags.model.check_served_name()?;
     flags.server.check_grace()?;

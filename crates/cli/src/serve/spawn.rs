@@ -207,7 +207,7 @@ fn rank_config(plan: &ServePlan, parallel: ParallelInfo, links: RankLinks) -> Ra
         parallel,
         model: plan.model_path.clone(),
         eos_tokens: plan.eos_tokens.clone(),
-        dtype: plan.dtype,
+        weights: plan.weights,
         device: plan.device.of_rank(&plan.layout.topology, parallel.rank()),
         dummy_weights: plan.dummy_weights.clone(),
         threads: plan.threads,

@@ -48,7 +48,7 @@ fn logits_do_not_depend_on_how_they_are_computed() {
         }
         for &tp in fixture.expect.tp_sizes.iter().filter(|&&tp| tp > 1) {
             for (steps, page_size) in [(&whole, 16), (&mixed, 3)] {
-                let layout = Layout { tp, threads: 1, page_size };
+                let layout = Layout { tp, page_size, ..Layout::default() };
                 assert_equal(&base, &run(&folder, layout, &prompts, steps), &format!("{name}, tp {tp}"));
             }
         }
@@ -80,7 +80,7 @@ fn every_family_is_bit_equal_too() {
         assert_equal(&base, &chunked, &format!("{name}, chunk 7, page size 3"));
         for tp in [1, 2, 4, 8] {
             assert!(fixture.expect.tp_sizes.contains(&tp));
-            let layout = Layout { tp, threads: if tp == 1 { 2 } else { 1 }, page_size: 16 };
+            let layout = Layout { tp, threads: if tp == 1 { 2 } else { 1 }, ..Layout::default() };
             assert_equal(&base, &run(&folder, layout, &prompts, &mixed), &format!("{name}, mixed, tp {tp}"));
         }
     }

@@ -5,8 +5,8 @@ use lockstep_backend::{AttentionBatch, AttentionRow, Backend, ForwardInput, KvLa
 use lockstep_comm::collective::Collective;
 use lockstep_comm::shm::{SharedRegion, ShmCollective, ShmLayout, ShmOptions};
 use lockstep_core::shard::HeadShard;
-use lockstep_core::{DType, ParallelInfo};
-use lockstep_model::{Decoder, Loader, ModelRules, ShardBytes, WeightSource, Workspace};
+use lockstep_core::{DType, ParallelInfo, WeightMode};
+use lockstep_model::{Decoder, Loader, ModelRules, ShardBytes, WeightSource, Workspace, weight_types};
 use lockstep_weights::ModelFiles;
 use std::path::Path;
 use std::sync::Arc;
@@ -17,11 +17,12 @@ pub struct Layout {
     pub tp: usize,
     pub threads: usize,
     pub page_size: usize,
+    pub weights: WeightMode,
 }
 
 impl Default for Layout {
     fn default() -> Self {
-        Self { tp: 1, threads: 1, page_size: 16 }
+        Self { tp: 1, threads: 1, page_size: 16, weights: WeightMode::AsStored }
     }
 }
 
@@ -108,10 +109,11 @@ impl Rank {
         let backend =
             CpuBackend::new(CpuOptions { threads: layout.threads, ..CpuOptions::default() }).unwrap();
         let parallel = ParallelInfo::tensor_parallel(rank, layout.tp);
-        let loader = Loader::new(source, &backend, parallel, None, &|_, _| {});
+        let loader = Loader::new(source, &backend, parallel, layout.weights, &|_, _| {});
         let longest = prompts.iter().map(Vec::len).max().unwrap();
         let decoder = Decoder::load(&loader, longest).unwrap();
-        let bytes = ShardBytes::of(&ModelRules::new(model), parallel, |tensor| source.dtype_of(tensor));
+        let type_of = weight_types(source, layout.weights, CpuBackend::TAKES_CODES);
+        let bytes = ShardBytes::of(&ModelRules::new(model), parallel, type_of);
         assert_eq!(loader.packed_bytes() as usize, bytes.total());
         let tokens: usize = prompts.iter().map(Vec::len).sum();
         let work = Workspace::new(&backend, model, parallel, tokens, tokens).unwrap();

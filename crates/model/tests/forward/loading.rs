@@ -2,7 +2,7 @@
 
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
 use lockstep_core::shard::{Group, Piece, RowCut, WeightRule};
-use lockstep_core::{DType, ParallelInfo, config::hf};
+use lockstep_core::{DType, ParallelInfo, WeightMode, config::hf};
 use lockstep_model::{DummyWeights, Loader, ModelRules};
 use lockstep_testkit::ModelSpec;
 
@@ -12,7 +12,7 @@ fn twice_and_never_are_errors() {
     let rules = ModelRules::new(&config);
     let source = DummyWeights::new(config, DType::F32, 1);
     let backend = CpuBackend::new(CpuOptions::default()).unwrap();
-    let loader = Loader::new(&source, &backend, ParallelInfo::SINGLE, None, &|_, _| {});
+    let loader = Loader::new(&source, &backend, ParallelInfo::SINGLE, WeightMode::AsStored, &|_, _| {});
     let all: Vec<&WeightRule> = rules.iter().collect();
     for (i, rule) in all.iter().enumerate() {
         let message = loader.check_complete(&rules).unwrap_err().to_string();
@@ -34,7 +34,7 @@ fn a_tensor_that_is_not_there_is_named() {
     let config = hf::parse(ModelSpec::default().config_json().to_string().as_bytes()).unwrap();
     let source = DummyWeights::new(config, DType::F32, 1);
     let backend = CpuBackend::new(CpuOptions::default()).unwrap();
-    let loader = Loader::new(&source, &backend, ParallelInfo::SINGLE, None, &|_, _| {});
+    let loader = Loader::new(&source, &backend, ParallelInfo::SINGLE, WeightMode::AsStored, &|_, _| {});
     let pieces = vec![Piece::whole("model.layers.9.x.weight", 4, RowCut::Replicated)];
     let rule = WeightRule { group: Group::Norms, pieces, columns: None };
     let message = loader.vector(&rule).err().unwrap().to_string();

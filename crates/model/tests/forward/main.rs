@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // helpers outside #[test] functions may panic too
 
 mod bit_equality;
+mod coded;
 mod dummy;
 mod group;
 mod loading;
