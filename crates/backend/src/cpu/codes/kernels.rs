@@ -10,6 +10,8 @@ const HINT_AHEAD_BYTES: usize = 1024;
 const FACTOR_BYTES: usize = 2 * LANES;
 /// Bytes of a vector or plane of codes.
 const VECTOR_BYTES: usize = 4 * LANES;
+/// Float sums that a kernel keeps in registers beside its integer sums.
+const FLOATS_IN_REGISTERS: usize = 8;
 /// Inputs of a vector of codes.
 const INPUTS: usize = 4;
 
@@ -31,20 +33,24 @@ pub(super) struct CodeShape {
 }
 
 impl CodeShape {
-    /// Rows that the next kernel takes of `left` with `T` tiles at once; the widest fills the registers.
-    pub(super) const fn rows_at_once<const T: usize>(left: usize) -> usize {
-        let most = 8 / T;
+    /// Rows that the next kernel takes of `left`, of at most `most` at once.
+    pub(super) const fn rows_at_once(left: usize, most: usize) -> usize {
         match left {
             // One pass with a row too much costs less than three.
-            7 if most == 8 => 7,
-            left if left >= most => most,
-            4.. => 4,
-            2 | 3 => 2,
+            7.. if most == 8 => {
+                if left == 7 {
+                    7
+                } else {
+                    8
+                }
+            }
+            4.. if most >= 4 => 4,
+            2.. => 2,
             _ => 1,
         }
     }
 
-    /// Runs the kernel for the rows, 1 to 8 / `T` of them.
+    /// Runs the kernel for the rows: as many as [`rows_at_once`](Self::rows_at_once) says, with four tiles one or two.
     ///
     /// # Safety
     /// The pointers are valid for what the fields describe; nobody else touches these rows of `sums`; the machine
@@ -69,9 +75,9 @@ impl CodeShape {
             match self.rows {
                 1 => isa.run(Accumulate::<BITS, 1, T>(self)),
                 2 => isa.run(Accumulate::<BITS, 2, T>(self)),
-                // Constants, so that kernels without enough registers are not even compiled.
+                // Constants, so that kernels with too few registers are not even compiled.
                 4 if const { T <= 2 } => isa.run(Accumulate::<BITS, 4, T>(self)),
-                7 | 8 if const { T == 1 } => isa.run(Accumulate::<BITS, 8, T>(self)),
+                7 | 8 if const { T <= 2 } => isa.run(Accumulate::<BITS, 8, T>(self)),
                 rows => unreachable!("no kernel takes {rows} rows of {T} tiles"),
             }
         }
@@ -116,6 +122,10 @@ impl<const BITS: usize, const M: usize, const T: usize> Kernel for Accumulate<BI
                 steps = steps.add(BLOCK_ROWS);
                 x = x.add(BLOCK_ROWS * CODE_GROUP);
                 w = w.add(group_bytes);
+                if const { M * T > FLOATS_IN_REGISTERS } {
+                    // Needed once a group: in memory, so that the integer sums have the registers.
+                    std::hint::black_box(&mut acc);
+                }
             }
             for m in 0..M.min(self.0.rows) {
                 for t in 0..T {
@@ -186,49 +196,56 @@ impl<const BITS: usize, const M: usize, const T: usize> Accumulate<BITS, M, T> {
     ) {
         // SAFETY: passed on to the caller.
         unsafe {
-            for t in 0..T {
-                let codes = codes.add(t * tile_stride);
-                if M <= 2 {
+            if M <= 2 {
+                for t in 0..T {
                     for line in 0..BITS / 2 {
-                        S::prefetch(codes.wrapping_add(HINT_AHEAD_BYTES + (HALF * (BITS / 2) + line) * 64));
+                        let ahead = HINT_AHEAD_BYTES + (HALF * (BITS / 2) + line) * 64;
+                        S::prefetch(codes.wrapping_add(t * tile_stride + ahead));
                     }
                 }
-                if HALF == 0 {
-                    Self::vector::<S, 0>(codes, t, x, sums);
-                    Self::vector::<S, 1>(codes, t, x, sums);
-                    Self::vector::<S, 2>(codes, t, x, sums);
-                    Self::vector::<S, 3>(codes, t, x, sums);
-                } else {
-                    Self::vector::<S, 4>(codes, t, x, sums);
-                    Self::vector::<S, 5>(codes, t, x, sums);
-                    Self::vector::<S, 6>(codes, t, x, sums);
-                    Self::vector::<S, 7>(codes, t, x, sums);
-                }
+            }
+            if HALF == 0 {
+                Self::vector::<S, 0>(codes, tile_stride, x, sums);
+                Self::vector::<S, 1>(codes, tile_stride, x, sums);
+                Self::vector::<S, 2>(codes, tile_stride, x, sums);
+                Self::vector::<S, 3>(codes, tile_stride, x, sums);
+            } else {
+                Self::vector::<S, 4>(codes, tile_stride, x, sums);
+                Self::vector::<S, 5>(codes, tile_stride, x, sums);
+                Self::vector::<S, 6>(codes, tile_stride, x, sums);
+                Self::vector::<S, 7>(codes, tile_stride, x, sums);
             }
         }
     }
 
-    /// Adds the products of vector `VECTOR` of a tile's group: four inputs of each output.
+    /// Adds the products of vector `VECTOR` of a group: four inputs of each output. An input is broadcast once for
+    /// all tiles, since a core can broadcast one a cycle but multiply two.
     ///
     /// # Safety
     /// As [`products`](Self::products).
     #[inline(always)]
     unsafe fn vector<S: Simd, const VECTOR: usize>(
         codes: *const u8,
-        t: usize,
+        tile_stride: usize,
         x: *const i8,
         sums: &mut Sums<S, M, T>,
     ) {
         // SAFETY: passed on to the caller.
         unsafe {
-            let vector = unpack::<S, BITS, VECTOR>(codes);
+            let mut vectors = [S::splat_i32(0); T];
+            for t in 0..T {
+                vectors[t] = unpack::<S, BITS, VECTOR>(codes.add(t * tile_stride));
+            }
             for m in 0..M {
-                let four = x.add(m * CODE_GROUP + VECTOR * INPUTS).cast::<i32>().read_unaligned();
                 // The bytes of `x` are in memory order, as the codes are.
-                sums[m][t] = match BITS {
-                    8 => S::dot::<false>(sums[m][t], vector, i32::from_le(four)),
-                    _ => S::dot::<true>(sums[m][t], vector, i32::from_le(four)),
-                };
+                let four = x.add(m * CODE_GROUP + VECTOR * INPUTS).cast::<i32>().read_unaligned();
+                let four = S::splat_i32(i32::from_le(four));
+                for t in 0..T {
+                    sums[m][t] = match BITS {
+                        8 => S::dot::<false>(sums[m][t], vectors[t], four),
+                        _ => S::dot::<true>(sums[m][t], vectors[t], four),
+                    };
+                }
             }
         }
     }

@@ -8,10 +8,7 @@ use crate::cpu::simd::{Isa, LANES};
 use lockstep_core::{CODE_GROUP, CodeLayout};
 use std::ops::Range;
 
-/// Tiles that a kernel takes at once, at most.
-const TILES_MAX: usize = 4;
-/// Rows from which a kernel takes one tile, two tiles.
-const ONE_TILE_ROWS: usize = 5;
+/// Rows from which a kernel takes two tiles instead of four.
 const TWO_TILES_ROWS: usize = 3;
 
 /// Some rows of rounded activations and the matrix they meet.
@@ -26,6 +23,13 @@ pub(in crate::cpu) struct CodeSums<'a> {
     pub rows: usize,
 }
 
+impl CodeSums<'_> {
+    /// Whether there are registers for several tiles or eight rows.
+    fn is_wide(&self) -> bool {
+        matches!(self.isa, Isa::Avx512Vnni | Isa::Avx512)
+    }
+}
+
 impl LeafSums for CodeSums<'_> {
     fn rows(&self) -> usize {
         self.rows
@@ -33,9 +37,9 @@ impl LeafSums for CodeSums<'_> {
 
     fn tiles_at_once(&self, left: usize) -> usize {
         let most = match self.rows {
-            ONE_TILE_ROWS.. => 1,
+            _ if !self.is_wide() => 1,
             TWO_TILES_ROWS.. => 2,
-            _ => TILES_MAX,
+            _ => 4,
         };
         match left.min(most) {
             4.. => 4,
@@ -53,9 +57,14 @@ impl LeafSums for CodeSums<'_> {
             return acc.fill(0.0);
         }
         assert!(self.first.is_multiple_of(BLOCK_ROWS), "kernels take rows of one block");
+        let rows_max = match (self.is_wide(), T) {
+            (true, 4) => 2,
+            (true, _) => 8,
+            (false, _) => 4,
+        };
         let mut done = 0;
         while done < self.rows {
-            let rows = CodeShape::rows_at_once::<T>(self.rows - done);
+            let rows = CodeShape::rows_at_once(self.rows - done, rows_max);
             let shape = CodeShape {
                 x: self.x.at(self.first + done, groups.start),
                 rows,

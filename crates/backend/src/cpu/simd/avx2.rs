@@ -247,12 +247,11 @@ impl Simd for Avx2 {
     }
     #[inline]
     #[target_feature(enable = "avx2")]
-    unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: i32) -> Self::I {
-        let x = _mm256_set1_epi32(x);
+    unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: Self::I) -> Self::I {
         if NARROW {
-            return (dot_narrow(acc.0, codes.0, x), dot_narrow(acc.1, codes.1, x));
+            return (dot_narrow(acc.0, codes.0, x.0), dot_narrow(acc.1, codes.1, x.1));
         }
-        (dot_wide(acc.0, codes.0, x), dot_wide(acc.1, codes.1, x))
+        (dot_wide(acc.0, codes.0, x.0), dot_wide(acc.1, codes.1, x.1))
     }
     #[inline]
     #[target_feature(enable = "avx2")]

@@ -277,8 +277,7 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     }
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: i32) -> Self::I {
-        let x = _mm512_set1_epi32(x);
+    unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: Self::I) -> Self::I {
         if VNNI {
             // SAFETY: `enter_vnni` is the only way here, and its caller promised VNNI.
             return unsafe { dot_vnni(acc, codes, x) };

@@ -199,9 +199,9 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn field<const RIGHT: i32>(v: Self::I, mask: u8) -> Self::I;
     /// Bitwise.
     unsafe fn or(a: Self::I, b: Self::I) -> Self::I;
-    /// Lane `i` of `acc` plus the sum over `j` of the unsigned byte `4i + j` of `codes` times the signed byte `j` of
-    /// `x` (the first byte is the lowest). Exact. With `NARROW` the codes are below 64.
-    unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: i32) -> Self::I;
+    /// Lane `i` of `acc` plus the sum over `j` of the unsigned byte `4i + j` of `codes` times the signed byte `4i + j` of
+    /// `x`. Exact. With `NARROW` the codes are below 64.
+    unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: Self::I) -> Self::I;
     /// Each integer as a float; exact below 2^24.
     unsafe fn to_f32(v: Self::I) -> Self::V;
 }

@@ -152,11 +152,10 @@ impl Simd for Portable {
         std::array::from_fn(|i| a[i] | b[i])
     }
     #[inline(always)]
-    unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: i32) -> Self::I {
-        let x = x.to_le_bytes().map(|b| i32::from(b as i8));
+    unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: Self::I) -> Self::I {
         std::array::from_fn(|i| {
-            let codes = codes[i].to_le_bytes();
-            (0..4).fold(acc[i], |sum, j| sum + i32::from(codes[j]) * x[j])
+            let (codes, x) = (codes[i].to_le_bytes(), x[i].to_le_bytes());
+            (0..4).fold(acc[i], |sum, j| sum + i32::from(codes[j]) * i32::from(x[j] as i8))
         })
     }
     #[inline(always)]
