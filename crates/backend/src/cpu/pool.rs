@@ -166,8 +166,13 @@ impl Shared {
 
     /// The life of a helper.
     fn help(&self, thread: usize) {
-        while !self.stop.load(Ordering::SeqCst) {
+        loop {
+            // The epoch first: the team's end sets `stop` before the epoch moves, so whoever sees the last epoch sees it.
+            // The other way round a helper could park on the last epoch, which nobody ends.
             let seen = self.epoch.0.load(Ordering::SeqCst);
+            if self.stop.load(Ordering::SeqCst) {
+                return;
+            }
             self.work(thread);
             if spin_until(|| self.epoch.0.load(Ordering::Acquire) != seen) {
                 continue;
@@ -246,6 +251,17 @@ fn pin(core: Option<usize>) {
 mod tests {
     use super::*;
     use std::sync::atomic::AtomicUsize;
+
+    #[test]
+    fn a_team_ends_whatever_its_helpers_are_doing() {
+        for round in 0..3_000 {
+            let pool = ThreadPool::new(2, None);
+            // Without it helpers may not have begun; with it they are between work and sleep.
+            if round % 2 == 0 {
+                pool.run(4, &|_, _| std::hint::black_box(()));
+            }
+        }
+    }
 
     #[test]
     fn every_chunk_runs_exactly_once_in_every_operation() {
