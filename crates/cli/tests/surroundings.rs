@@ -239,8 +239,10 @@ fn b11_requests_leave_no_descriptor() {
             assert_eq!(server.complete("A", json!({})).text, ALPHA);
         }
     }
-    let same = poll(EXIT_LIMIT, || (count() == before).then_some(()));
-    assert!(same.is_some(), "{:?}, at the start {before:?}", count());
+    // Fewer are fine: at the start a connection of the first request may still have been closing.
+    let no_more = || count().iter().zip(&before).all(|(now, then)| now.0 == then.0 && now.1 <= then.1);
+    let kept = poll(EXIT_LIMIT, || no_more().then_some(()));
+    assert!(kept.is_some(), "{:?}, at the start {before:?}", count());
 }
 
 /// A drain that runs out of time: short answers are whole, endless ones end with an error event that says why, new
