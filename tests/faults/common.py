@@ -3,6 +3,7 @@
 Only the standard library. Every process of a server carries a mark in its environment, so that nothing else is ever
 found, counted or ended.
 """
+import argparse
 import asyncio
 import contextlib
 import json
@@ -12,6 +13,7 @@ import resource
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -35,6 +37,22 @@ PAGES = 4096
 def endless(tokens):
     """The first `tokens` tokens of the answer to "C"."""
     return (" tick tock" * (tokens // 2 + 1))[: 5 * tokens]
+
+
+def arguments(doc, **numbers):
+    """What a script is given: the binary, the model, and flags for whole numbers with these defaults."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("binary")
+    parser.add_argument("model")
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser.parse_args()
+
+
+def end(problems, fine):
+    """Says what went wrong, or that all is fine, and ends the script with that."""
+    print("\n".join(problems) or fine)
+    sys.exit(bool(problems))
 
 
 def free_port():

@@ -9,7 +9,6 @@ with SIGKILL at a random moment, and checks: the launcher ends with code 4 (or w
 streams are told within the limit, and no process, file, socket, shared memory or port is left. Prints the time from the kill
 to the launcher's message, p50 and max, and exits with 1 if any round failed.
 """
-import argparse
 import json
 import os
 import random
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import time
 
-from common import COMPLETIONS, Server, link_names, links_of, marked, until
+from common import COMPLETIONS, Server, arguments, link_names, links_of, marked, until
 
 CHILDREN = ["lockstep-TP0-scheduler", "lockstep-TP1-scheduler", "lockstep-tokenizer-0", "lockstep-detokenizer-0"]
 ROLES = ["lockstep"] + CHILDREN
@@ -120,12 +119,7 @@ def one_round(binary, model, phase, role, delay):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("binary")
-    parser.add_argument("model")
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    args = arguments(__doc__, rounds=50, seed=1)
     choose = random.Random(args.seed)
     # Every pair once, in random order, before any comes twice.
     pairs = [(phase, role) for phase in PHASES for role in ROLES]

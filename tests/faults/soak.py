@@ -11,16 +11,17 @@ right text), refused (with the right status) or aborted (by the client); anythin
 server holds nothing: no request, no page, no descriptor more than at the start. Memory is read every 5 s once a tenth
 of the time has passed; what a process gained between the first and the last quarter of that must be small.
 """
-import argparse
 import asyncio
 import collections
 import json
 import random
 import statistics
-import sys
 import time
 
-from common import CHAT, KNOWN, PAGES, Answer, ask, endless, get, idle, prompt_body, raise_file_limit, running, send
+from common import (
+    CHAT, KNOWN, PAGES, Answer, arguments, ask, end, endless, get, idle, prompt_body, raise_file_limit, running,
+    send,
+)
 
 CHAT_PATH = "/v1/chat/completions"
 MEMORY_EVERY_S = 5
@@ -283,19 +284,12 @@ async def soak(server, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("binary")
-    parser.add_argument("model")
-    parser.add_argument("--seconds", type=int, default=1800)
-    parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    args = arguments(__doc__, seconds=1800, clients=24, seed=1)
     random.seed(args.seed)
     raise_file_limit(2048)
     with running(args.binary, args.model) as server:
         problems = asyncio.run(soak(server, args))
-    print("\n".join(problems) or "everything accounted for")
-    sys.exit(bool(problems))
+    end(problems, "everything accounted for")
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ them stay. Then in the storm: those clients ask for endless answers and leave af
 first token, by FIN or RST), for the given time. Fails when the storm's p99 is above twice that of calm, when an answer
 is wrong, or when the server holds anything afterwards. Tells the same with nobody else as well.
 """
-import argparse
 import asyncio
 import json
 import random
-import sys
 import time
 
-from common import KNOWN, ask, idle, percentile, prompt_body, raise_file_limit, running, send
+from common import KNOWN, arguments, ask, end, idle, percentile, prompt_body, raise_file_limit, running, send
 
 RATIO_MAX = 2.0
 CALM_SHARE = 0.25
@@ -103,21 +101,13 @@ async def storm(server, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("binary")
-    parser.add_argument("model")
-    parser.add_argument("--leaving", type=int, default=128)
-    parser.add_argument("--staying", type=int, default=8)
-    parser.add_argument("--seconds", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    args = arguments(__doc__, leaving=128, staying=8, seconds=120, seed=1)
     random.seed(args.seed)
     raise_file_limit(args.leaving + args.staying + 256)
     flags = ["--max-running", str(args.leaving + args.staying + 64)]
     with running(args.binary, args.model, *flags, pages=131_072) as server:
         problems = asyncio.run(storm(server, args))
-    print("\n".join(problems) or "those that stay do not notice")
-    sys.exit(bool(problems))
+    end(problems, "those that stay do not notice")
 
 
 if __name__ == "__main__":

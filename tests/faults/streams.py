@@ -8,13 +8,11 @@ ends, each checked against the known text. Fair: from the moment when all have b
 that gets least gets at least half of what the middle one gets. Bounded: the launcher holds one descriptor a stream and a few, and what a stream costs it in
 memory is told.
 """
-import argparse
 import asyncio
 import json
-import sys
 import time
 
-from common import ask, endless, idle, prompt_body, raise_file_limit, running
+from common import arguments, ask, end, endless, idle, prompt_body, raise_file_limit, running
 
 FAIR_SHARE_MIN = 0.5
 DESCRIPTORS_SPARE = 128
@@ -93,19 +91,13 @@ async def open_all(server, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("binary")
-    parser.add_argument("model")
-    parser.add_argument("--streams", type=int, default=2000)
-    parser.add_argument("--tokens", type=int, default=150)
-    args = parser.parse_args()
+    args = arguments(__doc__, streams=2000, tokens=150)
     raise_file_limit(args.streams + 512)
     pages = args.streams * (args.tokens // 16 + 3)
     flags = ["--max-running", str(args.streams)]
     with running(args.binary, args.model, *flags, pages=pages) as server:
         problems = asyncio.run(open_all(server, args))
-    print("\n".join(problems) or "all got on alike")
-    sys.exit(bool(problems))
+    end(problems, "all got on alike")
 
 
 if __name__ == "__main__":
