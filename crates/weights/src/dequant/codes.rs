@@ -6,7 +6,7 @@
 
 use super::blocks::{IQ4_NL_LEVELS, five_bits, four_bits};
 use super::half_at;
-use super::super_blocks::scales_and_minima;
+use super::super_blocks::scale_and_minimum;
 use crate::storage::StorageKind;
 use half::f16;
 use lockstep_core::{CODE_GROUP, CodeLayout, QuantizeFormat};
@@ -80,13 +80,13 @@ fn group(kind: StorageKind, block: &[u8], index: usize) -> Group {
         StorageKind::Q2K => q2_k(block, index),
         StorageKind::Q3K => q3_k(block, index),
         StorageKind::Q4K => {
-            let (scale, minimum) = scales_and_minima(block)[index];
+            let (scale, minimum) = scale_and_minimum(block, index);
             let quants = &block[16 + 32 * (index / 2)..];
             let shift = 4 * (index % 2);
             Group::even(scale, -minimum, std::array::from_fn(|i| (quants[i] >> shift & 15) as i8))
         }
         StorageKind::Q5K => {
-            let (scale, minimum) = scales_and_minima(block)[index];
+            let (scale, minimum) = scale_and_minimum(block, index);
             let (masks, quants) = (&block[16..48], &block[48 + 32 * (index / 2)..]);
             let shift = 4 * (index % 2);
             let code = |i: usize| (quants[i] >> shift & 15 | (masks[i] >> index & 1) << 4) as i8;

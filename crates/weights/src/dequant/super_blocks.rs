@@ -77,23 +77,28 @@ pub(super) fn q5_k(block: &[u8; 176], out: &mut [f32; 256]) {
     }
 }
 
-/// `d*scale` and `dmin*min` of the eight groups of `Q4_K` and `Q5_K`, whose 6-bit numbers share the
-/// twelve bytes after the two f16.
+/// `d*scale` and `dmin*min` of the eight groups of `Q4_K` and `Q5_K`.
 #[inline(always)]
-pub(super) fn scales_and_minima(block: &[u8]) -> [(f32, f32); 8] {
-    let (d, dmin) = (half_at(block, 0), half_at(block, 2));
-    let packed = &block[4..16];
+fn scales_and_minima(block: &[u8]) -> [(f32, f32); 8] {
     let mut groups = [(0.0, 0.0); 8];
     for (j, group) in groups.iter_mut().enumerate() {
-        let (scale, min) = if j < 4 {
-            (packed[j] & 63, packed[j + 4] & 63)
-        } else {
-            let (top_scale, top_min) = (packed[j - 4] >> 6, packed[j] >> 6);
-            ((packed[j + 4] & 15) | (top_scale << 4), (packed[j + 4] >> 4) | (top_min << 4))
-        };
-        *group = (d * f32::from(scale), dmin * f32::from(min));
+        *group = scale_and_minimum(block, j);
     }
     groups
+}
+
+/// The same of group `j`. The 6-bit numbers of all groups share the twelve bytes after the two f16.
+#[inline(always)]
+pub(super) fn scale_and_minimum(block: &[u8], j: usize) -> (f32, f32) {
+    let (d, dmin) = (half_at(block, 0), half_at(block, 2));
+    let packed = &block[4..16];
+    let (scale, min) = if j < 4 {
+        (packed[j] & 63, packed[j + 4] & 63)
+    } else {
+        let (top_scale, top_min) = (packed[j - 4] >> 6, packed[j] >> 6);
+        ((packed[j + 4] & 15) | (top_scale << 4), (packed[j + 4] >> 4) | (top_min << 4))
+    };
+    (d * f32::from(scale), dmin * f32::from(min))
 }
 
 /// `y = (d*scale)*(q - 32)`: two halves of 128; lane `l` of a half holds elements `l`, `l+32`, `l+64`
