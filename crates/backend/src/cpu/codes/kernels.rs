@@ -1,11 +1,10 @@
 //! The inner loop of products with codes.
 
 use super::inputs::{BLOCK_ROWS, InputStep};
+use crate::cpu::matmul::HINT_AHEAD_BYTES;
 use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
 use lockstep_core::{CODE_GROUP, CodeLayout};
 
-/// How far ahead of a stream of weights the hints are.
-const HINT_AHEAD_BYTES: usize = 1024;
 /// Bytes of one factor of 16 outputs.
 const FACTOR_BYTES: usize = 2 * LANES;
 /// Bytes of a vector or plane of codes.
@@ -36,14 +35,9 @@ impl CodeShape {
     /// Rows that the next kernel takes of `left`, of at most `most` at once.
     pub(super) const fn rows_at_once(left: usize, most: usize) -> usize {
         match left {
+            8.. if most == 8 => 8,
             // One pass with a row too much costs less than three.
-            7.. if most == 8 => {
-                if left == 7 {
-                    7
-                } else {
-                    8
-                }
-            }
+            7 if most == 8 => 7,
             4.. if most >= 4 => 4,
             2.. => 2,
             _ => 1,

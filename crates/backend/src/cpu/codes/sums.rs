@@ -2,7 +2,7 @@
 
 use super::inputs::{BLOCK_ROWS, CodedRows};
 use super::kernels::CodeShape;
-use crate::cpu::matmul::LeafSums;
+use crate::cpu::matmul::{LeafSums, rows_max};
 use crate::cpu::packed::PackedLinear;
 use crate::cpu::simd::{Isa, LANES};
 use lockstep_core::{CODE_GROUP, CodeLayout};
@@ -24,9 +24,9 @@ pub(in crate::cpu) struct CodeSums<'a> {
 }
 
 impl CodeSums<'_> {
-    /// Whether there are registers for several tiles or eight rows.
+    /// Whether there are registers for several tiles or a whole block of rows.
     fn is_wide(&self) -> bool {
-        matches!(self.isa, Isa::Avx512Vnni | Isa::Avx512)
+        rows_max(self.isa) >= BLOCK_ROWS
     }
 }
 
@@ -57,14 +57,14 @@ impl LeafSums for CodeSums<'_> {
             return acc.fill(0.0);
         }
         assert!(self.first.is_multiple_of(BLOCK_ROWS), "kernels take rows of one block");
-        let rows_max = match (self.is_wide(), T) {
+        let most = match (self.is_wide(), T) {
             (true, 4) => 2,
             (true, _) => 8,
             (false, _) => 4,
         };
         let mut done = 0;
         while done < self.rows {
-            let rows = CodeShape::rows_at_once(self.rows - done, rows_max);
+            let rows = CodeShape::rows_at_once(self.rows - done, most);
             let shape = CodeShape {
                 x: self.x.at(self.first + done, groups.start),
                 rows,

@@ -56,7 +56,7 @@ impl Weight for Bf16 {
 }
 
 /// How far ahead of a stream of weights the hints are.
-const HINT_AHEAD_BYTES: usize = 1024;
+pub(in crate::cpu) const HINT_AHEAD_BYTES: usize = 1024;
 
 /// Weights of some tiles: input `k` of tile `t` is at `start + k * step + t * tile_stride` bytes.
 #[derive(Clone, Copy)]

@@ -16,7 +16,7 @@
 mod kernels;
 mod sums;
 
-pub(super) use kernels::{Bf16, F16, F32, Weight};
+pub(super) use kernels::{Bf16, F16, F32, HINT_AHEAD_BYTES, Weight};
 pub(super) use sums::{FloatSums, Sums};
 
 use super::codes::{CodeSums, CodedRows};

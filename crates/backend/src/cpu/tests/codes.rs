@@ -1,6 +1,6 @@
 //! Products with codes: bit-equal to the documented formula in every layout, shape, team and instruction set.
 
-use super::{Random, assert_same, backend, backends, empty, tensor};
+use super::{Random, assert_same, backend, backends, multiply};
 use crate::cpu::{CpuBackend, Isa, PackedLinear};
 use crate::{Backend, LinearSpec};
 use half::f16;
@@ -141,16 +141,6 @@ fn round(x: &[f32]) -> (f32, Vec<i32>) {
     (largest / 127.0, x.iter().map(code).collect())
 }
 
-fn run(backend: &mut CpuBackend, linear: &PackedLinear, x: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
-    let rows = x.len() / linear.spec().in_features;
-    let x = tensor(backend, x, linear.spec().in_features);
-    let mut out = empty(backend, rows, linear.spec().out_features);
-    let bias = bias.map(|b| backend.vector(b).unwrap());
-    backend.matmul(linear, &x, bias.as_ref(), rows, &mut out);
-    assert!(out.rows(rows + 1)[rows * out.cols()..].iter().all(|v| v.is_nan()), "wrote beyond the rows");
-    out.rows(rows).to_vec()
-}
-
 #[test]
 fn random_shapes_are_bit_equal_to_the_formula() {
     let seed = 31;
@@ -173,7 +163,7 @@ fn random_shapes_are_bit_equal_to_the_formula() {
             x[..CODE_GROUP].fill(0.0);
             let bias = (case % 3 == 0).then(|| random.values(out));
             let linear = matrix.pack(&backend, 1 + random.below(out + 8));
-            let got = run(&mut backend, &linear, &x, bias.as_deref());
+            let got = multiply(&mut backend, &linear, &x, bias.as_deref());
             let want: Vec<f32> = x
                 .chunks(inputs)
                 .flat_map(|x| {
@@ -197,9 +187,9 @@ fn every_row_count_gives_a_row_the_same_bits_as_alone() {
             let linear = matrix.pack(&backend, out);
             let x = random.values(200 * inputs);
             let alone: Vec<f32> =
-                x.chunks(inputs).flat_map(|x| run(&mut backend, &linear, x, None)).collect();
+                x.chunks(inputs).flat_map(|x| multiply(&mut backend, &linear, x, None)).collect();
             for rows in (1..=20).chain([33, 200]) {
-                let got = run(&mut backend, &linear, &x[..rows * inputs], None);
+                let got = multiply(&mut backend, &linear, &x[..rows * inputs], None);
                 assert_same(&got, &alone[..rows * out], &format!("{isa:?} {layout:?} {rows} rows"));
             }
         }
@@ -233,7 +223,7 @@ fn what_is_not_finite_shows() {
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let mut x = random.values(2 * CODE_GROUP);
         x[40] = bad;
-        let got = run(&mut backend, &linear, &x, None);
+        let got = multiply(&mut backend, &linear, &x, None);
         assert!(got.iter().all(|v| v.is_nan()), "{bad}: {got:?}");
     }
 }

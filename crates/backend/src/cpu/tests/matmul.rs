@@ -1,7 +1,7 @@
 //! The matrix product: bit-equal to the reference in every shape, type, team and instruction set.
 
 use super::reference::{file_bytes, product, stored};
-use super::{Random, assert_same, backend, backends, empty, tensor};
+use super::{Random, assert_same, backend, backends, empty, multiply};
 use crate::cpu::{CpuBackend, Isa, PackedLinear};
 use crate::{Backend, LinearSpec};
 use lockstep_core::DType;
@@ -47,17 +47,6 @@ impl Matrix {
     }
 }
 
-/// Runs the product on a backend.
-fn run(backend: &mut CpuBackend, linear: &PackedLinear, x: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
-    let rows = x.len() / linear.spec().in_features;
-    let x = tensor(backend, x, linear.spec().in_features);
-    let mut out = empty(backend, rows, linear.spec().out_features);
-    let bias = bias.map(|b| backend.vector(b).unwrap());
-    backend.matmul(linear, &x, bias.as_ref(), rows, &mut out);
-    assert!(out.rows(rows + 1)[rows * out.cols()..].iter().all(|v| v.is_nan()), "wrote beyond the rows");
-    out.rows(rows).to_vec()
-}
-
 #[test]
 fn random_shapes_are_bit_equal_to_the_reference() {
     let seed = 11;
@@ -75,7 +64,7 @@ fn random_shapes_are_bit_equal_to_the_reference() {
             let x = random.values(rows * inputs);
             let bias = (case % 3 == 0).then(|| random.values(out));
             let linear = matrix.pack(&backend, 1 + random.below(out + 8));
-            let got = run(&mut backend, &linear, &x, bias.as_deref());
+            let got = multiply(&mut backend, &linear, &x, bias.as_deref());
             assert_same(&got, &matrix.times(&x, bias.as_deref()), &what);
         }
     }
@@ -90,9 +79,10 @@ fn every_row_count_gives_a_row_the_same_bits_as_alone() {
             let mut backend = backend(isa, 2);
             let linear = matrix.pack(&backend, 100);
             let x = random.values(230 * 229);
-            let alone: Vec<f32> = x.chunks(229).flat_map(|x| run(&mut backend, &linear, x, None)).collect();
+            let alone: Vec<f32> =
+                x.chunks(229).flat_map(|x| multiply(&mut backend, &linear, x, None)).collect();
             for rows in (1..=20).chain([33, 64, 70, 193, 230]) {
-                let got = run(&mut backend, &linear, &x[..rows * 229], None);
+                let got = multiply(&mut backend, &linear, &x[..rows * 229], None);
                 assert_same(&got, &alone[..rows * 100], &format!("{isa:?} {dtype:?} {rows} rows"));
             }
         }
@@ -108,7 +98,7 @@ fn shards_of_a_row_parallel_matrix_add_up_to_the_whole_bit_for_bit() {
     whole.spec.leaves = leaf_bounds(inputs, 1, 0, 1);
     let x = random.values(rows * inputs);
     let linear = whole.pack(&backend, out);
-    let want = run(&mut backend, &linear, &x, None);
+    let want = multiply(&mut backend, &linear, &x, None);
     for tp in [2, 4, 8] {
         let local = inputs / tp;
         let columns = |data: &[f32], rank: usize| -> Vec<f32> {
@@ -123,7 +113,7 @@ fn shards_of_a_row_parallel_matrix_add_up_to_the_whole_bit_for_bit() {
                 };
                 let shard = Matrix { spec, values: columns(&whole.values, rank) };
                 let linear = shard.pack(&backend, 7);
-                run(&mut backend, &linear, &columns(&x, rank), None)
+                multiply(&mut backend, &linear, &columns(&x, rank), None)
             })
             .collect();
         // What the collective does: ((r0+r1)+(r2+r3))+...
@@ -142,7 +132,7 @@ fn products_are_accurate() {
     let matrix = Matrix::random(&mut random, 33, 2048, DType::F32, 8);
     let x = random.values(2048);
     let linear = matrix.pack(&backend, 33);
-    for (got, w) in run(&mut backend, &linear, &x, None).iter().zip(matrix.values.chunks(2048)) {
+    for (got, w) in multiply(&mut backend, &linear, &x, None).iter().zip(matrix.values.chunks(2048)) {
         let want: f64 = x.iter().zip(w).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
         assert!((f64::from(*got) - want).abs() < 2e-5, "got {got}, want {want}");
     }
@@ -155,7 +145,7 @@ fn special_values_follow_ieee_and_leave_other_outputs_alone() {
         let mut values = vec![1.0f32; 18 * 3];
         (values[0], values[4], values[9]) = (f32::INFINITY, f32::NAN, -0.0);
         let linear = Matrix { spec, values }.pack(&backend, 18);
-        let got = run(&mut backend, &linear, &[1.0, 2.0, 3.0], None);
+        let got = multiply(&mut backend, &linear, &[1.0, 2.0, 3.0], None);
         assert!(got[0] == f32::INFINITY && got[1].is_nan() && got[3] == 5.0);
         assert!(got[4..].iter().all(|&v| v == 6.0));
     }

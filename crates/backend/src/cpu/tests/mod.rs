@@ -9,7 +9,7 @@ mod packing;
 mod pointwise;
 mod reference;
 
-use super::{CpuBackend, CpuOptions, CpuTensor, Isa};
+use super::{CpuBackend, CpuOptions, CpuTensor, Isa, PackedLinear};
 use crate::Backend;
 use lockstep_core::random::splitmix64;
 
@@ -38,6 +38,17 @@ impl Random {
     fn values(&mut self, len: usize) -> Vec<f32> {
         (0..len).map(|_| self.value()).collect()
     }
+}
+
+/// The product of all rows of `x` with a matrix on a backend; nothing is written beyond them.
+fn multiply(backend: &mut CpuBackend, linear: &PackedLinear, x: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
+    let rows = x.len() / linear.spec().in_features;
+    let x = tensor(backend, x, linear.spec().in_features);
+    let mut out = empty(backend, rows, linear.spec().out_features);
+    let bias = bias.map(|b| backend.vector(b).unwrap());
+    backend.matmul(linear, &x, bias.as_ref(), rows, &mut out);
+    assert!(out.rows(rows + 1)[rows * out.cols()..].iter().all(|v| v.is_nan()), "wrote beyond the rows");
+    out.rows(rows).to_vec()
 }
 
 fn backend(isa: Isa, threads: usize) -> CpuBackend {
