@@ -95,10 +95,7 @@ impl Description {
     /// How a tensor is stored.
     fn stored_type(&self, tensor: &str) -> Option<StoredType> {
         match self {
-            Self::Files(files) => {
-                let dtype = WeightSource::dtype_of(&**files, tensor)?;
-                Some(StoredType { dtype, codes: WeightSource::codes_of(&**files, tensor) })
-            }
+            Self::Files(files) => files.stored_type(tensor),
             Self::ConfigOnly(model) => Some(StoredType { dtype: model.dtype, codes: None }),
         }
     }

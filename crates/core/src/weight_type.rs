@@ -206,6 +206,11 @@ impl WeightMode {
         }
     }
 
+    /// Whether blocks stay codes on a device that multiplies with codes.
+    pub const fn keeps_codes(self) -> bool {
+        matches!(self, Self::AsStored | Self::Quantize(_))
+    }
+
     /// The form in which a matrix counted as `group` is kept when nothing speaks against it. `takes_codes`: the
     /// device multiplies with codes.
     ///
@@ -273,6 +278,7 @@ mod tests {
         ] {
             assert_eq!(mode.weight_type(blocks, Group::Mlp, true), from_blocks);
             assert_eq!(mode.weight_type(floats, Group::Mlp, true), from_floats);
+            assert_eq!(mode.keeps_codes(), matches!(from_blocks, WeightType::Coded(_)));
             for (group, takes_codes) in [(Group::Mlp, false), (Group::Experts, true), (Group::Router, true)] {
                 assert!(matches!(mode.weight_type(blocks, group, takes_codes), WeightType::Float(_)));
             }

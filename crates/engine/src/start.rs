@@ -18,7 +18,7 @@ use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_comm::link::Context;
 use lockstep_comm::watch::Mark;
 use lockstep_core::shard::{self, HeadShard};
-use lockstep_core::{DType, ModelConfig, ParallelInfo, WeightMode};
+use lockstep_core::{DType, ModelConfig, ParallelInfo};
 use lockstep_model::{
     Decoder, DummyWeights, Loader, ModelError, ModelRules, Progress, WeightSource, Workspace,
 };
@@ -130,8 +130,7 @@ fn open_source<B: Backend>(config: &RankConfig) -> Result<Box<dyn WeightSource>>
     let files = ModelFiles::open(&config.model)?;
     if config.parallel.is_primary() {
         tracing::info!("weights are {}", files.source_label());
-        let as_codes =
-            B::TAKES_CODES && matches!(config.weights, WeightMode::AsStored | WeightMode::Quantize(_));
+        let as_codes = B::TAKES_CODES && config.weights.keeps_codes();
         files.conversions(as_codes).iter().for_each(|line| tracing::info!("{line}"));
         if let Some(report) = files.unread_keys_report() {
             tracing::warn!("{report}");

@@ -20,6 +20,10 @@ pub trait WeightSource: Sync {
     fn codes_of(&self, _tensor: &str) -> Option<CodeLayout> {
         None
     }
+    /// How the tensor is stored, as far as its form in memory depends on it; `None` as [`dtype_of`](Self::dtype_of).
+    fn stored_type(&self, tensor: &str) -> Option<StoredType> {
+        Some(StoredType { dtype: self.dtype_of(tensor)?, codes: self.codes_of(tensor) })
+    }
     /// Fails unless the tensor is there, can be read and has exactly this shape; the error names it. Reads headers only.
     fn expect_shape(&self, tensor: &str, shape: &[usize]) -> Result<()>;
     /// Puts `rows` x `cols` of a matrix into `out`, row-major, little-endian, and gives their type.
@@ -59,11 +63,7 @@ pub fn weight_types(
     mode: WeightMode,
     takes_codes: bool,
 ) -> impl Fn(Group, &str) -> Option<WeightType> {
-    move |group, tensor| {
-        let dtype = source.dtype_of(tensor)?;
-        let stored = StoredType { dtype, codes: source.codes_of(tensor) };
-        Some(mode.weight_type(stored, group, takes_codes))
-    }
+    move |group, tensor| Some(mode.weight_type(source.stored_type(tensor)?, group, takes_codes))
 }
 
 /// Whether a rank of a backend that takes codes keeps some matrix of `source` as codes.
