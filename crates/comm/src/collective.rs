@@ -174,6 +174,18 @@ impl dyn Collective + '_ {
         unsafe { self.all_reduce(x.as_mut_ptr().cast(), x.len(), DType::F32, StreamHandle::HOST) }
     }
 
+    /// Sends `x` to rank `peer`, which must call [`recv_f32`](Self::recv_f32) with as many.
+    pub fn send_f32(&self, x: &[f32], peer: usize) -> Result<()> {
+        // SAFETY: the slice is valid for its length, and host operations finish before returning.
+        unsafe { self.send(x.as_ptr().cast(), x.len(), DType::F32, peer, StreamHandle::HOST) }
+    }
+
+    /// Receives what rank `peer` sends into `x`, all of it.
+    pub fn recv_f32(&self, x: &mut [f32], peer: usize) -> Result<()> {
+        // SAFETY: the slice is valid for its length, and host operations finish before returning.
+        unsafe { self.recv(x.as_mut_ptr().cast(), x.len(), DType::F32, peer, StreamHandle::HOST) }
+    }
+
     /// Concatenates every rank's `send` into `recv` (`send.len() * size()` long). **Collective.**
     pub fn all_gather_f32(&self, send: &[f32], recv: &mut [f32]) -> Result<()> {
         assert_eq!(recv.len(), send.len() * self.size(), "receive buffer holds every rank's part");

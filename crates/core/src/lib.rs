@@ -5,7 +5,7 @@
 //! and [`folders`] reads the environment. Every
 //! other crate may use this one; this one uses none of them.
 //!
-//! Reading order: [`ids`], [`parallel`], [`config`], [`shard`], [`weight_type`], [`sampling`], [`refusal`],
+//! Reading order: [`ids`], [`parallel`], [`config`], [`shard`], [`stages`], [`weight_type`], [`sampling`], [`refusal`],
 //! [`exit`], [`limits`], [`files`], [`folders`], [`random`].
 
 pub mod config;
@@ -20,6 +20,7 @@ pub mod random;
 pub mod refusal;
 pub mod sampling;
 pub mod shard;
+pub mod stages;
 pub mod weight_type;
 
 pub use config::{
@@ -33,4 +34,5 @@ pub use ids::{NO_TOKEN, PageId, RequestId, StepId, TokenId};
 pub use parallel::{ParallelInfo, Topology};
 pub use refusal::Refusal;
 pub use sampling::{FinishReason, Grammar, JSON_WHITE_SPACE, SamplingParams};
+pub use stages::StageLayers;
 pub use weight_type::{CODE_GROUP, CodeLayout, QuantizeFormat, StoredType, WeightMode, WeightType};

@@ -34,6 +34,11 @@ impl Topology {
         self.tp_size * self.pp_size
     }
 
+    /// Rank inside its replica of the rank that tells the others what was sampled: the first of the last stage.
+    pub const fn sampler(&self) -> usize {
+        self.tp_size * (self.pp_size - 1)
+    }
+
     /// The replica that global rank `rank` belongs to.
     pub const fn replica_of(&self, rank: usize) -> usize {
         rank / self.replica_size()
@@ -131,6 +136,16 @@ impl ParallelInfo {
         self.tp_rank + self.tp_size * self.pp_rank
     }
 
+    /// The layout that it is a place of.
+    pub const fn topology(&self) -> Topology {
+        Topology { tp_size: self.tp_size, pp_size: self.pp_size, dp_size: self.dp_size }
+    }
+
+    /// Whether its tokens and log-probabilities are the ones that the other ranks of its replica are told.
+    pub const fn is_sampler(&self) -> bool {
+        self.replica_rank() == self.topology().sampler()
+    }
+
     /// Whether this rank speaks for its replica (the only one with sockets to the outside).
     pub const fn is_primary(&self) -> bool {
         self.replica_rank() == 0
@@ -165,6 +180,10 @@ mod tests {
                     assert_eq!((place.dp_rank, place.pp_rank, place.tp_rank), (dp_rank, pp_rank, tp_rank));
                     assert_eq!((place.rank(), topology.replica_of(rank)), (rank, dp_rank));
                     assert_eq!((place.world_size(), place.replica_size()), (12, 6));
+                    assert_eq!(
+                        (place.topology(), place.is_sampler()),
+                        (topology, pp_rank == 2 && tp_rank == 0)
+                    );
                     assert_eq!(place.is_primary(), rank == topology.ranks_of(dp_rank).start);
                     rank += 1;
                 }

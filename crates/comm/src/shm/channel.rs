@@ -12,6 +12,7 @@
 
 use super::abort::AbortHandle;
 use super::layout::Lane;
+use super::members::Members;
 use super::operation::Operation;
 use super::region::SharedRegion;
 use super::wait::{Ended, Manners, ShmOptions, publish, wait_until};
@@ -78,7 +79,10 @@ fn dtype_code(dtype: DType) -> u8 {
 pub(super) struct Channel {
     pub(super) region: Arc<SharedRegion>,
     lane: Lane,
+    members: Members,
+    /// Place of this rank among the members.
     pub(super) rank: usize,
+    /// Members.
     pub(super) size: usize,
     stage: Cell<u32>,
     piece: Cell<usize>,
@@ -91,34 +95,39 @@ impl Drop for Channel {
     fn drop(&mut self) {
         // A rank thread that unwinds leaves the others waiting; tell them now.
         if std::thread::panicking() {
-            self.abort(&format!("rank {} panicked", self.rank));
+            self.abort(&format!("rank {} panicked", self.member(self.rank)));
         }
     }
 }
 
 impl Channel {
-    /// Takes the place of `rank` in `lane`; each place can be taken once in the life of the region.
+    /// Takes the place `rank` among the `members` in `lane`; each rank's place in a lane can be taken once in the life of
+    /// the region.
     pub(super) fn claim(
         region: Arc<SharedRegion>,
-        lane: Lane,
+        (lane, members): (Lane, Members),
         rank: usize,
         options: ShmOptions,
     ) -> Result<Self> {
-        let size = region.layout().size();
-        if rank >= size {
+        let (size, ranks) = (members.size(), region.layout().size());
+        if rank >= size || members.rank(size - 1) >= ranks {
             return Err(CollectiveError::Region {
-                problem: format!("rank {rank} of a group of {size} ranks"),
+                problem: format!("rank {rank} of {size} members of a group of {ranks} ranks"),
             });
         }
-        let claimed = region.word(region.layout().flag(lane, rank) + CLAIMED);
+        let claimed = region.word(region.layout().flag(lane, members.rank(rank)) + CLAIMED);
         if claimed.swap(1, Ordering::AcqRel) != 0 {
             return Err(CollectiveError::Region {
-                problem: format!("rank {rank} has already joined; a rank joins once and does not come back"),
+                problem: format!(
+                    "rank {} has already joined; a rank joins once and does not come back",
+                    members.rank(rank)
+                ),
             });
         }
         Ok(Self {
             region,
             lane,
+            members,
             rank,
             size,
             stage: Cell::new(0),
@@ -127,6 +136,11 @@ impl Channel {
             manners: Manners::new(options),
             mark: None,
         })
+    }
+
+    /// The number in the rank group, which messages and the memory's layout use, of the member at `place`.
+    pub(super) fn member(&self, place: usize) -> usize {
+        self.members.rank(place)
     }
 
     /// Shows what this rank does here on the watch page.
@@ -165,7 +179,8 @@ impl Channel {
     /// [`Channel::next_piece`] and [`Channel::arrive`]; another's read between
     /// [`Channel::wait_for`] and the next [`Channel::arrive`].
     pub(super) fn slot(&self, rank: usize, parity: usize) -> *mut u8 {
-        self.region.bytes(self.region.layout().slot(self.lane, rank, parity), self.slot_bytes())
+        let at = self.region.layout().slot(self.lane, self.member(rank), parity);
+        self.region.bytes(at, self.slot_bytes())
     }
 
     /// Publishes the next stage: everything written to the own slot becomes visible to whoever
@@ -214,8 +229,8 @@ impl Channel {
             Ok(()) => Ok(()),
             Err(Ended::Aborted) => Err(self.aborted(operation)),
             Err(Ended::Expired { waited_ms }) => Err(self.give_up(CollectiveError::Timeout {
-                rank: self.rank,
-                missing: peer,
+                rank: self.member(self.rank),
+                missing: self.member(peer),
                 operation: operation.name(),
                 sequence: self.sequence.get(),
                 waited_ms,
@@ -229,8 +244,8 @@ impl Channel {
             return Ok(());
         }
         Err(self.give_up(CollectiveError::Mismatch {
-            rank: self.rank,
-            peer,
+            rank: self.member(self.rank),
+            peer: self.member(peer),
             sequence: self.sequence.get(),
             mine: mine.describe(),
             theirs: theirs.describe(),
@@ -239,7 +254,8 @@ impl Channel {
 
     /// The error for arguments no rank may pass; aborts the group, since the others will wait.
     pub(super) fn invalid(&self, operation: Operation, problem: String) -> CollectiveError {
-        self.give_up(CollectiveError::Invalid { rank: self.rank, operation: operation.name(), problem })
+        let rank = self.member(self.rank);
+        self.give_up(CollectiveError::Invalid { rank, operation: operation.name(), problem })
     }
 
     fn give_up(&self, error: CollectiveError) -> CollectiveError {
@@ -254,7 +270,7 @@ impl Channel {
     fn aborted(&self, operation: Operation) -> CollectiveError {
         let cause = AbortHandle::of(self.region.clone()).cause();
         CollectiveError::Aborted {
-            rank: self.rank,
+            rank: self.member(self.rank),
             operation: operation.name(),
             cause: cause.unwrap_or_else(|| "unknown".into()),
         }
@@ -272,17 +288,19 @@ impl Channel {
         let track = match self.lane {
             Lane::Group => Track::Group,
             Lane::Tensor => Track::Tensors,
+            // It has no track: its numbers are not those of the rank's other operations on tensors.
+            Lane::Pipeline => return mark.beat(),
         };
         mark.note(track, self.sequence.get(), operation as u8, inside);
     }
 
     fn flag(&self, rank: usize) -> (&AtomicU32, &AtomicU32) {
-        let line = self.region.layout().flag(self.lane, rank);
+        let line = self.region.layout().flag(self.lane, self.member(rank));
         (self.region.word(line), self.region.word(line + SLEEPERS))
     }
 
     fn signature_word(&self, rank: usize, stage: u32) -> &std::sync::atomic::AtomicU64 {
-        let line = self.region.layout().flag(self.lane, rank);
+        let line = self.region.layout().flag(self.lane, self.member(rank));
         self.region.long(line + SIGNATURES + 8 * (stage & 1) as usize)
     }
 }

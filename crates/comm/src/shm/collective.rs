@@ -2,6 +2,7 @@
 
 use super::channel::{Channel, Signature};
 use super::layout::Lane;
+use super::members::Members;
 use super::operation::Operation;
 use super::pair::Pairs;
 use super::region::SharedRegion;
@@ -10,7 +11,7 @@ use super::wait::ShmOptions;
 use crate::collective::{Collective, Result, StreamHandle};
 use crate::group::Patience;
 use crate::watch::Mark;
-use lockstep_core::DType;
+use lockstep_core::{DType, ParallelInfo};
 use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::Arc;
@@ -34,9 +35,31 @@ pub struct ShmCollective {
 }
 
 impl ShmCollective {
-    /// Joins as `rank`; once per rank and region. Does not wait for the others.
+    /// Joins as `rank` of all; once per rank and region. Does not wait for the others.
     pub fn new(region: Arc<SharedRegion>, rank: usize, options: ShmOptions) -> Result<Self> {
-        let channel = Channel::claim(region, Lane::Tensor, rank, options)?;
+        let all = Members::all(region.layout().size());
+        Self::join((region, Lane::Tensor), all, rank, options)
+    }
+
+    /// Joins the TP group of the rank at `p`, in the region of its replica; like [`new`](Self::new) for a replica of one
+    /// stage.
+    pub fn of_stage(region: Arc<SharedRegion>, p: ParallelInfo, options: ShmOptions) -> Result<Self> {
+        Self::join((region, Lane::Tensor), Members::of_stage(p), p.tp_rank, options)
+    }
+
+    /// Joins the ranks to which the one at `p` passes activations and from which it gets them: their places are their
+    /// stages. Beside the TP group's, once per rank and region.
+    pub fn of_pipeline(region: Arc<SharedRegion>, p: ParallelInfo, options: ShmOptions) -> Result<Self> {
+        Self::join((region, Lane::Pipeline), Members::of_pipeline(p), p.pp_rank, options)
+    }
+
+    fn join(
+        (region, lane): (Arc<SharedRegion>, Lane),
+        members: Members,
+        rank: usize,
+        options: ShmOptions,
+    ) -> Result<Self> {
+        let channel = Channel::claim(region, (lane, members), rank, options)?;
         Ok(Self { pairs: Pairs::new(channel.size), channel, patience: Patience::Deadline(options.deadline) })
     }
 

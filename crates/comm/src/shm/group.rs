@@ -2,6 +2,7 @@
 
 use super::channel::{Channel, Signature};
 use super::layout::{GROUP_SLOT_BYTES, Lane};
+use super::members::Members;
 use super::operation::Operation;
 use super::region::SharedRegion;
 use super::wait::ShmOptions;
@@ -22,7 +23,8 @@ pub struct ShmGroup {
 impl ShmGroup {
     /// Joins as `rank`; once per rank and region. Does not wait for the others.
     pub fn new(region: Arc<SharedRegion>, rank: usize, options: ShmOptions) -> Result<Self> {
-        Ok(Self { channel: Channel::claim(region, Lane::Group, rank, options)? })
+        let all = Members::all(region.layout().size());
+        Ok(Self { channel: Channel::claim(region, (Lane::Group, all), rank, options)? })
     }
 
     /// Shows on the watch page what this rank does in the group.

@@ -27,7 +27,10 @@
 //! as the cause, so that every rank ends with the first cause and not with its own time-out.
 //! Counts and dtypes are published next to the stage and compared; they are never used as lengths.
 //!
-//! Reading order: `layout`, `region`, `wait`, `channel`, `sum`, `group`, `collective`, `pair`,
+//! **Members.** One region is the memory of a replica, with one abort word: its process group has all ranks, a TP group
+//! those of a stage, a pipeline one of each stage. Each is a lane of its own, in which a rank is a member of one group.
+//!
+//! Reading order: `layout`, `members`, `region`, `wait`, `channel`, `sum`, `group`, `collective`, `pair`,
 //! `abort`, `threads`. The idea of one- and two-shot all-reduce over peer memory is from
 //! TensorRT-LLM's and vLLM's custom all-reduce; theirs sums in rank order, ours in tree order.
 
@@ -36,6 +39,7 @@ mod channel;
 mod collective;
 mod group;
 mod layout;
+mod members;
 mod operation;
 mod pair;
 mod region;
@@ -47,6 +51,7 @@ pub use abort::{ABORT_CAUSE_BYTES_MAX, AbortHandle};
 pub use collective::{ONE_SHOT_BYTES_MAX, ShmCollective};
 pub use group::{GROUP_PAYLOAD_BYTES_MAX, ShmGroup};
 pub use layout::ShmLayout;
+pub use members::Members;
 pub use operation::Operation;
 pub use region::SharedRegion;
 pub use threads::{AbortOnPanic, as_threads};

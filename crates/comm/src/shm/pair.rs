@@ -1,16 +1,16 @@
-//! Point-to-point transfers: a ring of four 16 KiB chunks per ordered pair of ranks.
+//! Point-to-point transfers: a ring of 16 KiB chunks per ordered pair of ranks, as many as the layout says.
 //!
-//! The sender's line holds the count of chunks written, its sleepers and the signature of each
-//! chunk in flight; the receiver's line the count of chunks read and its sleepers. Counts are u32
-//! and wrap; each is written by one rank only, so its own copy is kept here and the shared one is
-//! never read back.
+//! A transfer is asynchronous: the sender goes on when its last chunk is in the ring, and waits only while the ring
+//! is full. The sender's line holds the count of chunks written and its sleepers; the receiver's line the count of
+//! chunks read and its sleepers; each chunk begins with its signature. Counts are u32 and wrap; each is written by one
+//! rank only, so its own copy is kept here and the shared one is never read back.
 //!
 //! Ordering: the sender writes a chunk and then publishes the count (SeqCst, so at least Release);
 //! the receiver acquires the count before it reads. The way back is the same: the receiver's count
 //! is published after its copy, and the sender acquires it before it overwrites.
 
 use super::channel::{Channel, Signature};
-use super::layout::{LINE, PAIR_CHUNK_BYTES, PAIR_CHUNKS};
+use super::layout::{LINE, PAIR_CHUNK_BYTES, PAIR_DATA};
 use super::operation::Operation;
 use super::wait::publish;
 use crate::collective::Result;
@@ -19,7 +19,8 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 const SLEEPERS: usize = 4;
-const SIGNATURES: usize = 8;
+/// Bytes of data in a chunk.
+const DATA_BYTES: usize = PAIR_CHUNK_BYTES - PAIR_DATA;
 
 /// This rank's own counts: chunks written to and read from each peer.
 #[derive(Debug)]
@@ -46,11 +47,11 @@ impl Pairs {
         signature: Signature,
         patience: Patience,
     ) -> Result<()> {
-        let ring = Ring { channel, from: channel.rank, to: peer };
+        let ring = Ring { channel, from: channel.member(channel.rank), to: channel.member(peer) };
         for (start, len) in chunks(bytes) {
             let written = self.written[peer].get();
-            // Room: fewer than PAIR_CHUNKS chunks are on their way.
-            let room = |read: u32| written.wrapping_sub(read) < PAIR_CHUNKS as u32;
+            // Room: fewer chunks are on their way than the ring has.
+            let room = |read: u32| written.wrapping_sub(read) < ring.chunks() as u32;
             channel.wait(ring.place(LINE), room, peer, Operation::Send, patience)?;
             ring.signature(written).store(signature.0, Ordering::Relaxed);
             if len > 0 {
@@ -76,7 +77,7 @@ impl Pairs {
         signature: Signature,
         patience: Patience,
     ) -> Result<()> {
-        let ring = Ring { channel, from: peer, to: channel.rank };
+        let ring = Ring { channel, from: channel.member(peer), to: channel.member(channel.rank) };
         for (start, len) in chunks(bytes) {
             let read = self.read[peer].get();
             let there = |written: u32| written != read;
@@ -95,7 +96,7 @@ impl Pairs {
     }
 }
 
-/// The ring of one ordered pair.
+/// The ring of one ordered pair of ranks of the region.
 struct Ring<'a> {
     channel: &'a Channel,
     from: usize,
@@ -113,25 +114,29 @@ impl<'a> Ring<'a> {
         (self.channel.region.word(at), self.channel.region.word(at + SLEEPERS))
     }
 
+    fn chunks(&self) -> usize {
+        self.channel.region.layout().pair_chunks()
+    }
+
     fn signature(&self, index: u32) -> &'a AtomicU64 {
-        self.channel.region.long(self.line() + SIGNATURES + 8 * slot_of(index))
+        self.channel.region.long(self.slot(index))
     }
 
     fn chunk(&self, index: u32) -> *mut u8 {
-        let region = &self.channel.region;
-        region.bytes(region.layout().pair_slot(self.from, self.to, slot_of(index)), PAIR_CHUNK_BYTES)
+        self.channel.region.bytes(self.slot(index) + PAIR_DATA, DATA_BYTES)
     }
-}
 
-fn slot_of(index: u32) -> usize {
-    // PAIR_CHUNKS divides 2^32, so the position survives the wrap.
-    index as usize % PAIR_CHUNKS
+    fn slot(&self, index: u32) -> usize {
+        // The number of chunks divides 2^32, so the position survives the wrap.
+        let chunk = index as usize % self.chunks();
+        self.channel.region.layout().pair_slot(self.from, self.to, chunk)
+    }
 }
 
 /// (start, length) of each chunk of a transfer; one empty chunk for an empty transfer.
 fn chunks(bytes: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..bytes.div_ceil(PAIR_CHUNK_BYTES).max(1)).map(move |index| {
-        let start = index * PAIR_CHUNK_BYTES;
-        (start, PAIR_CHUNK_BYTES.min(bytes - start))
+    (0..bytes.div_ceil(DATA_BYTES).max(1)).map(move |index| {
+        let start = index * DATA_BYTES;
+        (start, DATA_BYTES.min(bytes - start))
     })
 }

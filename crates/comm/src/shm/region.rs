@@ -9,10 +9,11 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 /// "LOCKSTEP" in ASCII.
 const MAGIC: u64 = u64::from_be_bytes(*b"LOCKSTEP");
 /// Raised whenever the layout or the protocol changes.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 const HEADER_SIZE: usize = 12;
 const HEADER_SLOT_BYTES: usize = 16;
+const HEADER_PAIR_CHUNKS: usize = 24;
 
 /// The shared memory of one rank group, mapped into this process.
 #[derive(Debug)]
@@ -31,6 +32,7 @@ impl SharedRegion {
         let region = Self::map_as(&fd, layout)?;
         region.word(HEADER_SIZE).store(layout.size() as u32, Ordering::Relaxed);
         region.long(HEADER_SLOT_BYTES).store(layout.slot_bytes() as u64, Ordering::Relaxed);
+        region.word(HEADER_PAIR_CHUNKS).store(layout.pair_chunks() as u32, Ordering::Relaxed);
         region.memory.publish_header(MAGIC, VERSION);
         Ok(fd)
     }
@@ -56,7 +58,9 @@ impl SharedRegion {
         })?;
         let size = header.word(HEADER_SIZE).load(Ordering::Relaxed) as usize;
         let slot_bytes = header.long(HEADER_SLOT_BYTES).load(Ordering::Relaxed);
+        let pair_chunks = header.word(HEADER_PAIR_CHUNKS).load(Ordering::Relaxed) as usize;
         let layout = ShmLayout::new(size, usize::try_from(slot_bytes).unwrap_or(usize::MAX))?;
+        let layout = layout.with_pair_chunks(pair_chunks)?;
         if file_bytes != layout.total_bytes() {
             return Err(CollectiveError::Region {
                 problem: format!(
@@ -98,8 +102,7 @@ impl SharedRegion {
     /// Every (futex word, sleeper count) in the region.
     pub(super) fn waiting_places(&self) -> impl Iterator<Item = (&AtomicU32, &AtomicU32)> {
         let (layout, size) = (self.layout, self.layout.size());
-        let flags =
-            (0..size).flat_map(move |rank| [Lane::Group, Lane::Tensor].map(|lane| layout.flag(lane, rank)));
+        let flags = (0..size).flat_map(move |rank| Lane::ALL.map(|lane| layout.flag(lane, rank)));
         let pairs = (0..size * size).flat_map(move |pair| {
             let line = layout.pair_line(pair / size, pair % size);
             [line, line + LINE]

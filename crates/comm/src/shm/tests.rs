@@ -1,10 +1,10 @@
 //! What needs the inside of the region; whole sequences with processes are in `tests/ranks.rs`.
 
-use super::layout::{ABORT_STATE, GROUP_SLOT_BYTES, LINE, Lane, PAIR_CHUNK_BYTES, PAIR_CHUNKS};
+use super::layout::{ABORT_STATE, GROUP_SLOT_BYTES, LINE, Lane, PAIR_CHUNK_BYTES};
 use super::*;
 use crate::collective::{Collective, CollectiveError, StreamHandle};
 use crate::group::{Patience, ProcessGroup};
-use lockstep_core::DType;
+use lockstep_core::{DType, Topology};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -26,13 +26,15 @@ fn no_two_things_share_a_byte() {
         let layout = ShmLayout::new(size, SLOT).unwrap();
         let mut spans = vec![(0, 4096)];
         for rank in 0..size {
-            for (lane, bytes) in [(Lane::Group, GROUP_SLOT_BYTES), (Lane::Tensor, SLOT)] {
+            let slots = [GROUP_SLOT_BYTES, SLOT, GROUP_SLOT_BYTES];
+            for (lane, bytes) in Lane::ALL.into_iter().zip(slots) {
                 spans.push((layout.flag(lane, rank), LINE));
                 spans.extend([0, 1].map(|parity| (layout.slot(lane, rank, parity), bytes)));
             }
             for to in 0..size {
                 spans.push((layout.pair_line(rank, to), 2 * LINE));
-                spans.extend((0..PAIR_CHUNKS).map(|c| (layout.pair_slot(rank, to, c), PAIR_CHUNK_BYTES)));
+                let chunk = |c| (layout.pair_slot(rank, to, c), PAIR_CHUNK_BYTES);
+                spans.extend((0..layout.pair_chunks()).map(chunk));
             }
         }
         spans.sort_unstable();
@@ -188,6 +190,56 @@ fn a_transfer_of_another_size_is_refused_by_the_receiver() {
     };
     assert!(matches!(&error, CollectiveError::Mismatch { rank: 1, peer: 0, .. }), "{error}");
     assert_eq!(received, [0.0; 8], "nothing was written");
+}
+
+#[test]
+fn stages_sum_apart_and_pass_activations_on_without_waiting() {
+    let topology = Topology { tp_size: 2, pp_size: 2, dp_size: 1 };
+    const COUNT: usize = 40_000;
+    const TRANSFERS: usize = 6;
+    let layout = ShmLayout::new(4, SLOT).unwrap().with_transfers(TRANSFERS * COUNT * 4);
+    let region = Arc::new(SharedRegion::map(SharedRegion::create(layout).unwrap()).unwrap());
+    assert_eq!(region.layout(), layout);
+    let join = |rank: usize| {
+        let p = topology.place(rank);
+        let stage = ShmCollective::of_stage(region.clone(), p, options(60_000)).unwrap();
+        (stage, ShmCollective::of_pipeline(region.clone(), p, options(60_000)).unwrap())
+    };
+    let ranks: Vec<_> = (0..4).map(join).collect();
+    let sent = |rank: usize, transfer: usize| vec![(rank * 10 + transfer) as f32; COUNT];
+    // All that the first stage has to send fits the rings: it is done before the second one begins.
+    for (rank, (_, pipeline)) in ranks[..2].iter().enumerate() {
+        let pipeline: &dyn Collective = pipeline;
+        (0..TRANSFERS).for_each(|transfer| pipeline.send_f32(&sent(rank, transfer), 1).unwrap());
+    }
+    std::thread::scope(|scope| {
+        for (rank, (stage, pipeline)) in ranks.into_iter().enumerate() {
+            scope.spawn(move || {
+                let (stage, pipeline): (&dyn Collective, &dyn Collective) = (&stage, &pipeline);
+                assert_eq!((stage.rank(), pipeline.rank()), (rank % 2, rank / 2));
+                let mut sum = vec![rank as f32; 3];
+                stage.all_reduce_f32(&mut sum).unwrap();
+                assert_eq!(sum, [if rank < 2 { 1.0 } else { 5.0 }; 3], "of its stage only");
+                let mut stages = [0.0; 2];
+                pipeline.all_gather_f32(&[rank as f32], &mut stages).unwrap();
+                assert_eq!(stages, [(rank % 2) as f32, (rank % 2 + 2) as f32]);
+                let mut received = vec![0.0; COUNT];
+                for transfer in (0..TRANSFERS).filter(|_| rank >= 2) {
+                    pipeline.recv_f32(&mut received, 0).unwrap();
+                    assert_eq!(received, sent(rank - 2, transfer));
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_rank_missing_in_a_pipeline_is_named_by_its_number_in_the_replica() {
+    let p = Topology { tp_size: 2, pp_size: 2, dp_size: 1 }.place(3);
+    let last = ShmCollective::of_pipeline(region(4), p, options(60)).unwrap();
+    let last: &dyn Collective = &last;
+    let error = last.recv_f32(&mut [0.0; 4], 0).unwrap_err();
+    assert!(matches!(error, CollectiveError::Timeout { rank: 3, missing: 1, .. }), "{error}");
 }
 
 #[test]

@@ -63,6 +63,9 @@ pub enum ConfigError {
         /// Sizes that work, comma-separated.
         legal: String,
     },
+    /// Pipeline stages that the model cannot be cut into: a whole sentence.
+    #[error("{0}")]
+    IllegalStages(String),
 }
 
 impl ConfigError {
