@@ -63,6 +63,14 @@ pub enum BackendError {
     Collective(#[from] lockstep_comm::collective::CollectiveError),
 }
 
+impl BackendError {
+    fn no_pipeline(device: &str) -> Self {
+        Self::Unsupported(format!(
+            "{device} passes no activations from one pipeline stage to the next; use --pp 1, or --device cpu"
+        ))
+    }
+}
+
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, BackendError>;
 
@@ -204,6 +212,15 @@ pub trait Backend {
     fn embed(&mut self, table: &Self::Linear, first_id: u32, ids: &[u32], out: &mut Self::Tensor);
     /// Sums `x[..rows]` over the TP group in place. **Collective: all ranks of the TP group.**
     fn all_reduce(&mut self, collective: &dyn Collective, x: &mut Self::Tensor, rows: usize) -> Result<()>;
+    /// Sends `x[..rows]` to stage `to` of a pipeline, which [receives](Self::recv) it; goes on before that stage has.
+    /// Devices that cannot refuse.
+    fn send(&mut self, _: &dyn Collective, _x: &Self::Tensor, _rows: usize, _to: usize) -> Result<()> {
+        Err(BackendError::no_pipeline(&self.describe()))
+    }
+    /// Waits for `x[..rows]` from stage `from` of a pipeline.
+    fn recv(&mut self, _: &dyn Collective, _x: &mut Self::Tensor, _rows: usize, _from: usize) -> Result<()> {
+        Err(BackendError::no_pipeline(&self.describe()))
+    }
     /// `out = x / sqrt(mean(x²) + eps) * weight` per row.
     fn rms_norm(
         &mut self,

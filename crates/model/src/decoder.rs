@@ -15,18 +15,21 @@ use crate::loader::Loader;
 use crate::rules::{LayerRules, ModelRules};
 use lockstep_backend::{Backend, ForwardInput};
 use lockstep_comm::collective::Collective;
-use lockstep_core::shard::{self, HeadShard, VocabShard};
+use lockstep_core::shard::{self, HeadShard, VocabShard, WeightRule};
 use lockstep_core::{ModelConfig, ParallelInfo};
 
-/// One rank's part of a model.
+/// One rank's part of a model: of every layer, or of those of its pipeline stage.
 pub struct Decoder<B: Backend> {
-    embedding: VocabParallel<B>,
+    /// On the first stage.
+    embedding: Option<VocabParallel<B>>,
     embedding_scale: Option<f32>,
     layers: Vec<Layer<B>>,
-    final_norm: Norm<B>,
-    /// `None` when tied to the embedding.
+    /// On the last stage.
+    final_norm: Option<Norm<B>>,
+    /// On the last stage, where it is not the embedding above.
     head: Option<VocabParallel<B>>,
     logit_softcap: Option<f32>,
+    vocab_shard: VocabShard,
     ropes: RopeTables<B>,
 }
 
@@ -39,7 +42,8 @@ struct Layer<B: Backend> {
     mlp_output_norm: Option<Norm<B>>,
 }
 
-/// Shown the residual stream `[tokens, hidden]` after the embedding (0) and after each layer (1, 2, ...).
+/// Shown the residual stream `[tokens, hidden]` after the embedding or as received (0) and after each of the rank's
+/// layers (1, 2, ...).
 pub type Observer<'a, B> = &'a mut dyn FnMut(usize, &mut B, &<B as Backend>::Tensor);
 
 /// Activations of one step, allocated once.
@@ -84,7 +88,17 @@ impl<B: Backend> Workspace<B> {
         &self.logits
     }
 
-    /// The same, for whoever changes them before a token is chosen.
+    /// The residual stream, `[tokens, hidden]`: what a stage passes on, and what the next one goes on with.
+    pub fn residual(&self) -> &B::Tensor {
+        &self.residual
+    }
+
+    /// The same, for what the stage before passed on.
+    pub fn residual_mut(&mut self) -> &mut B::Tensor {
+        &mut self.residual
+    }
+
+    /// The logits, for whoever changes them before a token is chosen.
     pub fn logits_mut(&mut self) -> &mut B::Tensor {
         &mut self.logits
     }
@@ -127,26 +141,29 @@ impl Widths {
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Loads this rank's shard. `positions_max` bounds the rope tables; longrope chooses its
+    /// Loads this rank's shard of its stage. `positions_max` bounds the rope tables; longrope chooses its
     /// frequencies by it, so it must be the same on all ranks.
     ///
-    /// The tp size and the headers of all tensors are checked before any weight is read; at the end, that every
+    /// The tp size and the headers of the stage's tensors are checked before any weight is read; at the end, that every
     /// parameter was filled.
     pub fn load(loader: &Loader<'_, B>, positions_max: usize) -> Result<Self> {
-        let config = loader.config();
-        shard::check_tp_size(config, loader.parallel().tp_size as i64)?;
-        let rules = ModelRules::new(config);
+        let (config, stage, p) = (loader.config(), loader.stage(), loader.parallel());
+        shard::check_tp_size(config, p.tp_size as i64)?;
+        let rules = ModelRules::of_stage(config, stage);
         loader.check_headers(&rules)?;
-        let parts = config.num_layers + 2;
-        let embedding = VocabParallel::load(loader, &rules.embedding)?;
+        let parts = stage.count() + 2;
+        let vocabulary = |rule: &Option<WeightRule>| {
+            rule.as_ref().map(|rule| VocabParallel::load(loader, rule)).transpose()
+        };
+        let embedding = vocabulary(&rules.embedding)?;
         loader.report(1, parts);
-        let mut layers = Vec::with_capacity(config.num_layers);
-        for (layer, rules) in rules.layers.iter().enumerate() {
+        let mut layers = Vec::with_capacity(stage.count());
+        for (layer, rules) in stage.range().zip(&rules.layers) {
             layers.push(Layer::load(loader, rules, layer)?);
-            loader.report(layer + 2, parts);
+            loader.report(layers.len() + 1, parts);
         }
-        let final_norm = Norm::load(loader, &rules.final_norm)?;
-        let head = rules.head.as_ref().map(|rule| VocabParallel::load(loader, rule)).transpose()?;
+        let final_norm = Norm::load_optional(loader, &rules.final_norm)?;
+        let head = vocabulary(&rules.head)?;
         loader.check_complete(&rules)?;
         loader.report(parts, parts);
         Ok(Self {
@@ -156,16 +173,18 @@ impl<B: Backend> Decoder<B> {
             final_norm,
             head,
             logit_softcap: config.logit_softcap,
+            vocab_shard: VocabShard::new(config.vocab_size, p.tp_rank, p.tp_size),
             ropes: RopeTables::new(loader.backend(), config, positions_max)?,
         })
     }
 
-    /// The vocabulary rows whose logits this rank computes.
+    /// The vocabulary rows whose logits this rank computes, on the last stage.
     pub fn vocab_shard(&self) -> &VocabShard {
-        self.embedding.shard()
+        &self.vocab_shard
     }
 
-    /// Runs one step; gives this rank's logits `[logit_tokens, local_vocab]`.
+    /// Runs one step; gives this rank's logits `[logit_tokens, local_vocab]`. A stage that is not the first goes on with
+    /// the residual stream in `work`; one that is not the last gives the stream.
     ///
     /// Writes K and V of every input token into `cache`. **Collective: all ranks of the TP group,
     /// with the same input.** Bit-equal on CPU for a token whatever else is in the step.
@@ -190,9 +209,11 @@ impl<B: Backend> Decoder<B> {
     ) -> Result<&'w B::Tensor> {
         let (backend, tp) = ctx;
         let tokens = input.token_ids.len();
-        self.embedding.embed(backend, tp, input.token_ids, &mut work.residual)?;
-        if let Some(factor) = self.embedding_scale {
-            backend.scale(&mut work.residual, factor, tokens);
+        if let Some(embedding) = &self.embedding {
+            embedding.embed(backend, tp, input.token_ids, &mut work.residual)?;
+            if let Some(factor) = self.embedding_scale {
+                backend.scale(&mut work.residual, factor, tokens);
+            }
         }
         observe(0, backend, &work.residual);
         let first = &self.layers[0].input_norm;
@@ -204,12 +225,15 @@ impl<B: Backend> Decoder<B> {
             batch: input.batch,
         };
         for (i, layer) in self.layers.iter().enumerate() {
-            let next_norm = self.layers.get(i + 1).map_or(&self.final_norm, |l| &l.input_norm);
+            // Behind the last layer of a stage comes another stage's norm, which norms the stream itself: any will do here.
+            let after = self.final_norm.as_ref().unwrap_or(first);
+            let next_norm = self.layers.get(i + 1).map_or(after, |l| &l.input_norm);
             layer.forward((&mut *backend, tp), &step, next_norm, cache, work)?;
             observe(i + 1, backend, &work.residual);
         }
+        let head = self.head.as_ref().or(self.embedding.as_ref()).filter(|_| self.final_norm.is_some());
+        let (Some(head), rows) = (head, input.logit_tokens.len()) else { return Ok(&work.residual) };
         backend.gather_rows(&work.normed, input.logit_tokens, &mut work.last);
-        let (head, rows) = (self.head.as_ref().unwrap_or(&self.embedding), input.logit_tokens.len());
         head.logits(backend, &work.last, rows, &mut work.logits);
         if let Some(cap) = self.logit_softcap {
             backend.softcap(&mut work.logits, cap, rows);

@@ -11,7 +11,7 @@ use crate::source::{WeightSource, weight_types};
 use crate::{ModelError, Result};
 use lockstep_backend::{Backend, LinearSpec};
 use lockstep_core::shard::{self, Group, LocalMatrix, Piece, WeightRule};
-use lockstep_core::{ModelConfig, ParallelInfo, WeightMode};
+use lockstep_core::{ModelConfig, ParallelInfo, StageLayers, WeightMode};
 use std::cell::RefCell;
 use std::collections::HashSet;
 
@@ -26,6 +26,7 @@ pub struct Loader<'a, B: Backend> {
     source: &'a dyn WeightSource,
     backend: &'a B,
     parallel: ParallelInfo,
+    stage: StageLayers,
     mode: WeightMode,
     exact_tp_sizes: Vec<usize>,
     progress: Progress<'a>,
@@ -41,7 +42,7 @@ struct State {
 }
 
 impl<'a, B: Backend> Loader<'a, B> {
-    /// A loader for the rank at `parallel`. `mode` says in which form matrices are kept.
+    /// A loader of all layers for the rank at `parallel`. `mode` says in which form matrices are kept.
     pub fn new(
         source: &'a dyn WeightSource,
         backend: &'a B,
@@ -51,7 +52,13 @@ impl<'a, B: Backend> Loader<'a, B> {
     ) -> Self {
         let bands = BandReader::new(source, mode);
         let exact_tp_sizes = shard::exact_tp_sizes(source.config());
-        Self { source, backend, parallel, mode, exact_tp_sizes, progress, bands, state: RefCell::default() }
+        let (stage, state) = (StageLayers::whole(source.config().num_layers), RefCell::default());
+        Self { source, backend, parallel, stage, mode, exact_tp_sizes, progress, bands, state }
+    }
+
+    /// The same for one pipeline stage: only its tensors are read.
+    pub fn of_stage(self, stage: StageLayers) -> Self {
+        Self { stage, ..self }
     }
 
     /// The model being loaded.
@@ -62,6 +69,11 @@ impl<'a, B: Backend> Loader<'a, B> {
     /// Where this rank stands.
     pub fn parallel(&self) -> ParallelInfo {
         self.parallel
+    }
+
+    /// Which layers it has.
+    pub fn stage(&self) -> StageLayers {
+        self.stage
     }
 
     /// The device that packs.

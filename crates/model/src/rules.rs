@@ -11,8 +11,8 @@ use crate::layers::attention::AttentionRules;
 use crate::layers::feed_forward::FeedForwardRules;
 use crate::layers::{norm, vocab};
 use crate::source::WeightSource;
-use lockstep_core::ModelConfig;
 use lockstep_core::shard::{self, WeightRule};
+use lockstep_core::{ModelConfig, StageLayers};
 
 /// The rules of one decoder layer.
 #[derive(Clone, Debug)]
@@ -31,38 +31,54 @@ pub struct LayerRules {
     pub mlp_output_norm: Option<WeightRule>,
 }
 
-/// The rules of a whole model.
+/// The rules of a whole model, or of one pipeline stage.
 #[derive(Clone, Debug)]
 pub struct ModelRules {
-    /// Input embedding; the head too when the model is tied.
-    pub embedding: WeightRule,
-    /// Decoder layers in order.
+    /// Input embedding, on the first stage; the head too when the model is tied and the stage is also the last one.
+    pub embedding: Option<WeightRule>,
+    /// The stage's decoder layers in order.
     pub layers: Vec<LayerRules>,
-    /// Norm before the head.
-    pub final_norm: WeightRule,
-    /// Untied output head.
+    /// Norm before the head, on the last stage.
+    pub final_norm: Option<WeightRule>,
+    /// Output head, on the last stage, where it is not the embedding that is there anyway: both ends of a pipeline read a
+    /// tied one.
     pub head: Option<WeightRule>,
     /// The tp sizes that owe each other equal bits, for [`WeightRule::weight_type`].
     pub exact_tp_sizes: Vec<usize>,
 }
 
 impl ModelRules {
-    /// The rules of `config`.
+    /// The rules of all of `config`.
     pub fn new(config: &ModelConfig) -> Self {
-        let untied = !config.tie_word_embeddings;
+        Self::of_stage(config, StageLayers::whole(config.num_layers))
+    }
+
+    /// The rules of what one stage has of `config`.
+    pub fn of_stage(config: &ModelConfig, stage: StageLayers) -> Self {
+        let head = match config.tie_word_embeddings {
+            true => (!stage.embeds()).then_some(vocab::EMBEDDING),
+            false => Some(vocab::HEAD),
+        };
+        let ends = stage.has_logits();
         Self {
-            embedding: vocab::rule(config, vocab::EMBEDDING),
-            layers: (0..config.num_layers).map(|layer| LayerRules::new(config, layer)).collect(),
-            final_norm: norm::rule("model.norm", config.hidden_size),
-            head: untied.then(|| vocab::rule(config, vocab::HEAD)),
+            embedding: stage.embeds().then(|| vocab::rule(config, vocab::EMBEDDING)),
+            layers: stage.range().map(|layer| LayerRules::new(config, layer)).collect(),
+            final_norm: ends.then(|| norm::rule("model.norm", config.hidden_size)),
+            head: head.filter(|_| ends).map(|name| vocab::rule(config, name)),
             exact_tp_sizes: shard::exact_tp_sizes(config),
         }
+    }
+
+    /// The matrix that makes logits, if this stage does.
+    pub fn output_head(&self) -> Option<&WeightRule> {
+        let ends = self.final_norm.is_some();
+        self.head.as_ref().or(self.embedding.as_ref()).filter(|_| ends)
     }
 
     /// Every rule, in loading order.
     pub fn iter(&self) -> impl Iterator<Item = &WeightRule> {
         let layers = self.layers.iter().flat_map(LayerRules::iter);
-        std::iter::once(&self.embedding).chain(layers).chain([&self.final_norm]).chain(&self.head)
+        self.embedding.iter().chain(layers).chain(&self.final_norm).chain(&self.head)
     }
 
     /// Fails unless `source` has every tensor of these rules, in a type that can be read and the shape they state; the
@@ -114,6 +130,31 @@ mod tests {
 
     fn config(text: &str) -> ModelConfig {
         lockstep_core::config::hf::parse(text.as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn stages_together_have_what_one_has_and_both_ends_a_tied_head() {
+        for tied in [false, true] {
+            let model = config(&format!(
+                r#"{{"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 8,
+                "num_key_value_heads": 4, "intermediate_size": 128, "num_hidden_layers": 5, "vocab_size": 33,
+                "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 64,
+                "tie_word_embeddings": {tied}}}"#
+            ));
+            let names = |rules: &ModelRules| -> Vec<String> {
+                rules.iter().flat_map(|rule| &rule.pieces).map(|piece| piece.tensor.clone()).collect()
+            };
+            let stages = StageLayers::of_stages(&model, 3, None).unwrap();
+            let stages: Vec<ModelRules> =
+                stages.iter().map(|stage| ModelRules::of_stage(&model, *stage)).collect();
+            let mut together: Vec<String> = stages.iter().flat_map(names).collect();
+            if tied {
+                assert_eq!(together.pop().as_deref(), Some("model.embed_tokens.weight"));
+            }
+            assert_eq!(together, names(&ModelRules::new(&model)));
+            let heads: Vec<bool> = stages.iter().map(|stage| stage.output_head().is_some()).collect();
+            assert_eq!(heads, [false, false, true]);
+        }
     }
 
     /// The refusal of illegal tp sizes speaks of heads and widths; it must mean what the rules mean.

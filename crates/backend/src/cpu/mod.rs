@@ -192,6 +192,14 @@ impl Backend for CpuBackend {
         Ok(collective.all_reduce_f32(x.rows_mut(rows))?)
     }
 
+    fn send(&mut self, pipeline: &dyn Collective, x: &CpuTensor, rows: usize, to: usize) -> Result<()> {
+        Ok(pipeline.send_f32(x.rows(rows), to)?)
+    }
+
+    fn recv(&mut self, pipeline: &dyn Collective, x: &mut CpuTensor, rows: usize, from: usize) -> Result<()> {
+        Ok(pipeline.recv_f32(x.rows_mut(rows), from)?)
+    }
+
     fn rms_norm(&mut self, x: &CpuTensor, weight: &CpuVector, eps: f32, rows: usize, out: &mut CpuTensor) {
         pointwise::rms_norm(self.isa, &self.pool, x.view(rows), &weight.0, eps, out.view_mut(rows));
     }

@@ -98,7 +98,7 @@ pub struct AttentionStep<'a, B: Backend> {
 }
 
 impl<B: Backend> Attention<B> {
-    /// Loads the layer's weights. `layer` is also its index in this rank's KV cache.
+    /// Loads the weights of layer `layer` of the model. Its index in this rank's KV cache counts from the stage's first.
     pub fn load(loader: &Loader<'_, B>, rules: &AttentionRules, layer: usize) -> Result<Self> {
         let (config, p) = (loader.config(), loader.parallel());
         let heads = HeadShard::new(config.num_heads, config.num_kv_heads, p.tp_rank, p.tp_size);
@@ -114,7 +114,7 @@ impl<B: Backend> Attention<B> {
                 norm_eps: config.rms_norm_eps,
             },
             layer: LayerAttention {
-                local_layer: layer,
+                local_layer: layer - loader.stage().first,
                 scale: config.attention_scale,
                 softcap: config.attention_softcap,
                 window: config.window(layer),

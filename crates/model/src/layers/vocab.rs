@@ -34,11 +34,6 @@ impl<B: Backend> VocabParallel<B> {
         Ok(Self { weight: loader.matrix(rule)?, shard })
     }
 
-    /// The rows of this rank.
-    pub fn shard(&self) -> &VocabShard {
-        &self.shard
-    }
-
     /// Embedding of `ids` into `out`, `[ids, hidden]`: each rank fills the rows it holds, zeros
     /// elsewhere, and the sum over ranks is exact. **Collective: all ranks of the TP group.**
     pub fn embed(

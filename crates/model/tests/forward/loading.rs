@@ -25,7 +25,7 @@ fn twice_and_never_are_errors() {
         }
     }
     loader.check_complete(&rules).unwrap();
-    let message = loader.vector(&rules.final_norm).err().unwrap().to_string();
+    let message = loader.vector(rules.final_norm.as_ref().unwrap()).err().unwrap().to_string();
     assert!(message.contains("model.norm.weight fills two parameters"), "{message}");
 }
 
