@@ -53,6 +53,9 @@ pub struct SchedulerConfig {
     pub mixed: bool,
     /// Whether a step may be planned while the one before it has not completed.
     pub overlap: bool,
+    /// Pipeline stages: with more than one, as many steps are in flight, overlap or not, and none of them needs a
+    /// token that another one samples.
+    pub stages: usize,
     /// End tokens of the model, from every source.
     pub eos_tokens: Vec<TokenId>,
     /// Requests that may wait while `max_running` run; one more is refused with a 503.
@@ -106,6 +109,7 @@ impl SchedulerConfig {
             ("max_running", self.max_running, 1, COUNT_MAX),
             ("token_budget", self.token_budget, 1, COUNT_MAX),
             ("context_max", self.context_max, 2, COUNT_MAX),
+            ("stages", self.stages, 1, COUNT_MAX),
             ("reserve_percent", self.reserve_percent, 0, 100),
         ];
         for (name, got, min, max) in fields {
@@ -123,6 +127,14 @@ impl SchedulerConfig {
             });
         }
         Ok(())
+    }
+
+    /// Steps planned and not completed, at most.
+    pub fn steps_in_flight_max(&self) -> usize {
+        match self.stages {
+            1 => 1 + usize::from(self.overlap),
+            stages => stages,
+        }
     }
 
     /// No step holds more tokens than this; buffers of the engine are sized by it.
@@ -148,6 +160,7 @@ impl Default for SchedulerConfig {
             cache: CachePolicy::Radix,
             mixed: true,
             overlap: true,
+            stages: 1,
             eos_tokens: Vec::new(),
             waiting_max: 4096,
             queue_order: QueueOrder::Fcfs,

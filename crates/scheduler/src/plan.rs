@@ -67,7 +67,7 @@ pub enum RowInput {
     Known,
     /// The one input token is what `step`, launched but not completed, samples for this request.
     SampledBy {
-        /// The step before this one.
+        /// The step before this one. There is none such where a pipeline has several stages.
         step: StepId,
         /// Index among that step's sampling rows, in row order.
         sample_index: u32,

@@ -418,6 +418,65 @@ fn overlap_plans_with_the_sampled_token_of_the_step_in_flight_and_throws_away_wh
     assert!(!harness.scheduler.has_work());
 }
 
+/// Row ids of the plan just made.
+fn planned(harness: &Harness) -> Vec<u64> {
+    harness.last_plan.rows.iter().map(|row| row.id.0).collect()
+}
+
+#[test]
+fn stages_share_the_decode_rows_and_no_row_waits_for_a_step_in_flight() {
+    let config = SchedulerConfig { stages: 3, ..config(4, 100) };
+    let mut harness = Harness::new(config, true);
+    for tag in 0..7 {
+        harness.submit(prompt(tag, 5), endless(6)).unwrap();
+    }
+    assert!(harness.plan() && !harness.plan(), "all prompts fit one step, and their tokens are awaited");
+    harness.complete();
+    for rows in [vec![0, 1, 2], vec![3, 4, 5], vec![6]] {
+        assert!(harness.plan());
+        assert_eq!(planned(&harness), rows);
+        assert!(harness.last_plan.rows.iter().all(|row| row.input == RowInput::Known));
+    }
+    assert_eq!((harness.in_flight(), harness.plan()), (3, false), "as many steps as stages");
+    harness.complete();
+    assert!(harness.plan());
+    assert_eq!(planned(&harness), [0, 1, 2], "whose tokens are known");
+    harness.drain(100);
+}
+
+#[test]
+fn chunks_of_one_prompt_follow_each_other_through_the_stages() {
+    let mut harness = Harness::new(SchedulerConfig { stages: 4, token_budget: 8, ..config(4, 100) }, true);
+    harness.submit(prompt(1, 30), endless(2)).unwrap();
+    let chunks: Vec<_> = std::iter::from_fn(|| harness.plan().then(|| harness.last_plan.rows[0].clone()))
+        .map(|row| (row.start_position, row.token_count, row.samples))
+        .collect();
+    assert_eq!(chunks, [(0, 8, false), (8, 8, false), (16, 8, false), (24, 6, true)]);
+    harness.drain(100);
+}
+
+#[test]
+fn a_pipeline_runs_empty_before_a_retraction() {
+    let mut harness = Harness::new(SchedulerConfig { stages: 2, reserve_percent: 0, ..config(4, 5) }, true);
+    for tag in 0..2 {
+        harness.submit(prompt(tag, 7), endless(12)).unwrap();
+    }
+    let mut drained = false;
+    while harness.scheduler.counters().retractions == 0 {
+        let planned = harness.plan();
+        drained |= !planned && harness.in_flight() == 1;
+        let in_flight = harness.in_flight();
+        if harness.scheduler.counters().retractions > 0 {
+            assert_eq!(in_flight, 1, "the step that retracted is the only one");
+        }
+        if !planned || in_flight == 2 {
+            harness.complete();
+        }
+    }
+    assert!(drained);
+    harness.drain(200);
+}
+
 #[test]
 fn abort_in_any_state_reports_once_and_releases_after_the_launched_step() {
     each_mode(SchedulerConfig { token_budget: 4, max_running: 1, ..config(2, 20) }, |mut harness| {

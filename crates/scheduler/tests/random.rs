@@ -1,4 +1,5 @@
-//! Random workloads on tiny pools, in every combination of page size, overlap, mixed, cache and order.
+//! Random workloads on tiny pools, in every combination of page size, overlap, mixed, cache, order and
+//! one or several pipeline stages.
 #![allow(clippy::unwrap_used)] // tests may unwrap
 
 mod common;
@@ -7,7 +8,9 @@ use common::{Harness, Random};
 use lockstep_core::{RequestId, SamplingParams};
 use lockstep_scheduler::{CachePolicy, QueueOrder, Request, SchedulerConfig, StepOrder};
 
-const OPS_PER_RUN: usize = 15_000;
+const OPS_PER_RUN: usize = 10_000;
+/// Bits that [`config`] looks at.
+const COMBINATIONS: usize = 64;
 
 fn config(random: &mut Random, combination: usize) -> SchedulerConfig {
     let bit = |n: usize| combination >> n & 1 == 1;
@@ -22,6 +25,7 @@ fn config(random: &mut Random, combination: usize) -> SchedulerConfig {
         cache: if bit(0) { CachePolicy::None } else { CachePolicy::Radix },
         mixed: !bit(1),
         overlap: !bit(2),
+        stages: if bit(5) { 2 + random.below(3) } else { 1 },
         waiting_max: 30,
         queue_order: if random.one_in(2) { QueueOrder::Fcfs } else { QueueOrder::LongestPrefix },
         step_order: if random.one_in(2) { StepOrder::PrefillFirst } else { StepOrder::DecodeFirst },
@@ -97,11 +101,12 @@ fn run(seed: u64, combination: usize) -> (u64, u64, u64) {
 #[test]
 fn every_answer_equals_the_answer_alone() {
     let (mut steps, mut retractions, mut hits) = (0, 0, 0);
-    for combination in 0..32 {
+    for combination in 0..COMBINATIONS {
         let (s, r, h) = run(0xD00D + 1_000_000 * combination as u64, combination);
         (steps, retractions, hits) = (steps + s, retractions + r, hits + h);
     }
-    println!("{} operations, {steps} steps, {retractions} retractions, {hits} hit tokens", 32 * OPS_PER_RUN);
+    let operations = COMBINATIONS * OPS_PER_RUN;
+    println!("{operations} operations, {steps} steps, {retractions} retractions, {hits} hit tokens");
     assert!(retractions > 1000 && hits > 10_000, "the workload reaches what it is meant to try");
 }
 
@@ -111,6 +116,6 @@ fn every_answer_equals_the_answer_alone() {
 fn many_seeds() {
     let seeds = std::env::var("SEEDS").ok().and_then(|s| s.parse().ok()).unwrap_or(1000);
     for seed in 0..seeds {
-        run(seed << 32, seed as usize % 32);
+        run(seed << 32, seed as usize % COMBINATIONS);
     }
 }

@@ -84,6 +84,12 @@ impl Fairness {
             (false, StepOrder::PrefillFirst) => u64::from(SchedulerConfig::PREFILL_RUN_MAX),
             (false, StepOrder::DecodeFirst) => 1,
         };
+        // In a pipeline a row waits for its token while the other stages have steps, and may then find one full.
+        let turns = match config.stages as u64 {
+            1 => 1,
+            stages => 2 * stages,
+        };
+        let decode_gap_max = turns * (decode_gap_max + 1) - 1;
         Self { requests: BTreeMap::new(), accepted: 0, planned: 0, retractions: 0, decode_gap_max }
     }
 

@@ -34,6 +34,8 @@ pub struct Device {
     /// Tokens of the step collected last, for rows planned before it was.
     newest: Option<(StepId, Vec<TokenId>)>,
     is_lazy: bool,
+    /// Pipeline stages: with several, nobody has the tokens of a step in flight.
+    stages: usize,
     tokens_max: usize,
     rows_max: usize,
 }
@@ -47,6 +49,7 @@ impl Device {
             launched: VecDeque::new(),
             newest: None,
             is_lazy,
+            stages: config.stages,
             tokens_max: config.step_tokens_max(),
             rows_max: config.step_rows_max(),
         }
@@ -86,6 +89,7 @@ impl Device {
         for row in &plan.rows {
             let end = (row.start_position + row.token_count) as usize;
             let is_sound = ids.insert(row.id)
+                && (self.stages == 1 || row.input == RowInput::Known)
                 && row.token_count > 0
                 && (row.first_token, row.first_page) == (tokens, pages)
                 && row.page_count as usize == end.div_ceil(self.page_size);

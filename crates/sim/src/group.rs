@@ -54,6 +54,11 @@ impl Group {
         Some(CollectiveError::Aborted { rank, operation: OPERATION, cause })
     }
 
+    /// The error of a rank that waited in vain for the activations of rank `missing`.
+    pub fn no_activations(&self, rank: usize, missing: usize, waited_ms: u64) -> CollectiveError {
+        CollectiveError::Timeout { rank, missing, operation: "recv", sequence: self.sequence, waited_ms }
+    }
+
     /// The error of a rank whose patience is at its end.
     pub fn timeout(&mut self, rank: usize, waited_ms: u64) -> CollectiveError {
         let missing = self.arrived.iter().position(Option::is_none).unwrap_or(rank);

@@ -31,7 +31,7 @@ use simulation::Simulation;
 /// How to run a seed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// Ranks; `None` lets the seed decide (1 to 4).
+    /// Ranks; `None` lets the seed decide (1 to 6).
     pub ranks: Option<usize>,
     /// Keep all events instead of the last ones.
     pub keep_log: bool,

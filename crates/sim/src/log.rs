@@ -42,6 +42,8 @@ pub enum Action {
     Launch,
     /// A rank collects step `a` with `b` tokens.
     Collect,
+    /// A rank's stage has run `a` steps, for the next of which rank `b` of the next stage waits.
+    PassOn,
     /// A rank has done loop step `a`; `b` is its token hash.
     Step,
     /// A rank ends; `a` is 1 for an error.

@@ -36,7 +36,7 @@ pub enum Call {
     Gather(Vec<u8>, Patience),
     /// A step for the device.
     Launch(Rc<StepPlan>),
-    /// The oldest step's tokens.
+    /// The oldest step, once it has run: its tokens, on the ranks that sample.
     Collect,
     /// Freed pages.
     Poison(Vec<PageId>),
@@ -268,7 +268,7 @@ impl Runner for SimRunner {
                 tokens.clone_from(&collected);
                 Ok(step)
             }
-            Reply::LinkFailed(what) => Err(EngineError::Internal(what)),
+            Reply::GroupFailed(error) => Err(EngineError::from(error)),
             _ => unexpected("Collect"),
         }
     }

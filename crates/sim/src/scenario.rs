@@ -108,8 +108,8 @@ const TOKENIZER_LINKS: usize = 3;
 impl Scenario {
     /// The scenario of a seed; `ranks` overrides the seed's number of ranks.
     pub fn of(random: &mut Random, ranks: Option<usize>) -> Self {
-        let ranks = ranks.unwrap_or(random.pick(&[1, 2, 2, 2, 3, 3, 4]));
-        let config = scheduler_config(random);
+        let ranks = ranks.unwrap_or(random.pick(&[1, 2, 2, 2, 3, 3, 4, 6]));
+        let config = scheduler_config(random, ranks);
         let context_max = config.context_max.min(config.num_pages * config.page_size);
         let requests = requests(random, context_max);
         let horizon_us = requests.last().map_or(0, |r| r.at_us) + 3_000;
@@ -148,7 +148,13 @@ fn timing(random: &mut Random, ranks: usize) -> Timing {
     }
 }
 
-fn scheduler_config(random: &mut Random) -> SchedulerConfig {
+/// Pipeline stages of so many ranks: one, or any number that gives each stage equally many.
+fn stages(random: &mut Random, ranks: usize) -> usize {
+    let legal: Vec<usize> = (1..=ranks).filter(|stages| ranks.is_multiple_of(*stages)).collect();
+    if random.one_in(2) { 1 } else { random.pick(&legal) }
+}
+
+fn scheduler_config(random: &mut Random, ranks: usize) -> SchedulerConfig {
     let page_size = random.between(1, 17) as usize;
     // Now and then as small as pools can be, or so large that long prefixes are shared.
     let (pool_tokens, context_max) = match random.below(16) {
@@ -169,6 +175,7 @@ fn scheduler_config(random: &mut Random) -> SchedulerConfig {
         cache: if random.one_in(4) { CachePolicy::None } else { CachePolicy::Radix },
         mixed: !random.one_in(3),
         overlap: !random.one_in(3),
+        stages: stages(random, ranks),
         eos_tokens: vec![EOS],
         waiting_max: random.pick(&[4, 30, 1000, 1000, 1000]),
         queue_order: random.pick(&[QueueOrder::Fcfs, QueueOrder::LongestPrefix]),

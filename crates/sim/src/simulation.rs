@@ -2,6 +2,7 @@
 
 mod ending;
 mod outside;
+mod pipeline;
 
 use crate::checks::{Fairness, Ranks};
 use crate::client::{Client, Intent};
@@ -76,6 +77,8 @@ enum Waiting {
     Message,
     Broadcast,
     Gather,
+    /// What the stage before passes on.
+    Activations,
 }
 
 /// How a rank's life ended.
@@ -94,6 +97,8 @@ struct RankState {
     /// When it stops waiting.
     deadline_us: Option<u64>,
     device: Device,
+    /// Steps that have run, whose activations the next stage has.
+    passed_on: usize,
     end: Option<RankEnd>,
     last_report: Option<StepReport>,
 }
@@ -134,7 +139,7 @@ impl Simulation {
             requests.iter().map(|r| (r.request.id, Expected::of(&r.request, context_max))).collect();
         let patience = Duration::from_micros(PATIENCE_US);
         let settings = LoopSettings {
-            overlap: config.overlap,
+            token_source: pipeline::token_source(scenario.ranks, config.stages, patience),
             collective_timeout: patience,
             request_timeout_ms: scenario.request_timeout_ms,
             flight_segment_bytes: scenario.flight_segment_bytes,
@@ -150,6 +155,7 @@ impl Simulation {
             waiting: None,
             deadline_us: None,
             device: Device::new(config, scenario.lazy_devices),
+            passed_on: 0,
             end: None,
             last_report: None,
         };
@@ -245,6 +251,7 @@ impl Simulation {
         for &rank in &expired {
             let reply = match self.wake(rank) {
                 Some(Waiting::Gather) => Reply::GroupFailed(self.group.timeout(rank, PATIENCE_US / 1000)),
+                Some(Waiting::Activations) => self.no_activations(rank),
                 _ => Reply::LinkFailed(format!(
                     "rank 0 announced a broadcast that did not arrive within {} ms",
                     PATIENCE_US / 1000
@@ -275,7 +282,12 @@ impl Simulation {
 
     fn handle(&mut self, event: Event) -> Checked {
         match event {
-            Event::Resume(rank, reply) => self.resume(rank, reply),
+            Event::Resume(rank, reply) => {
+                if matches!(reply, Reply::Collected(..)) {
+                    self.pass_on(rank)?;
+                }
+                self.resume(rank, reply)
+            }
             Event::Arrive(link, bytes) => self.arrive(link, bytes),
             Event::Client(intent) => self.act(intent),
             Event::Fault => self.strike(),
@@ -314,7 +326,7 @@ impl Simulation {
             Call::Receive(wait) => return Ok(self.receive(wait)),
             Call::Take => return Ok(self.take(rank)),
             Call::Gather(send, patience) => return Ok(self.gather(rank, send, patience)),
-            Call::Collect => return self.collect(rank).map(|()| None),
+            Call::Collect => return self.collect(rank),
             Call::Publish(bytes) => {
                 for follower in 1..self.ranks.len() {
                     self.send(Link::Broadcast(follower), bytes.clone());
@@ -392,12 +404,20 @@ impl Simulation {
         self.ranks[rank].device.launch(plan, &self.oracle).map_err(|what| format!("rank {rank}: {what}"))
     }
 
-    /// The tokens of the oldest step, once the device has them.
-    fn collect(&mut self, rank: usize) -> Checked {
+    /// The oldest step, once the device has run it, which takes what the stage before passes on.
+    fn collect(&mut self, rank: usize) -> Result<Option<Reply>, String> {
+        if self.awaits_activations(rank) {
+            return Ok(self.await_activations(rank));
+        }
+        self.run_oldest(rank).map(|()| None)
+    }
+
+    fn run_oldest(&mut self, rank: usize) -> Checked {
         let collected = self.ranks[rank].device.collect(&self.oracle);
         let (step, tokens) = collected.map_err(|what| format!("rank {rank}: {what}"))?;
         self.agreement.collected(rank, tokens.clone())?;
         self.note(Actor::Rank(rank), Action::Collect, step, tokens.len() as u64);
+        let tokens = if self.samples(rank) { tokens } else { Vec::new() };
         let delay_us = self.delay(rank, self.scenario.timing.compute_us);
         self.at(self.now_us + delay_us, Event::Resume(rank, Reply::Collected(step, tokens)));
         Ok(())

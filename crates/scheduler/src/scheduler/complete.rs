@@ -65,7 +65,7 @@ impl Scheduler {
         let entry = &mut self.entries[slot];
         let duplicates = &mut self.scratch.duplicates;
         self.kv.publish(&entry.namespace, &entry.tokens[..entry.completed], &mut entry.table, duplicates);
-        // A later step that is already launched was planned with the old table.
+        // Later steps that are already launched were planned with the old table, at the latest the last one.
         match self.launched.back_mut() {
             Some(last) if entry.launched > 0 => last.duplicates.append(duplicates),
             _ => {

@@ -34,7 +34,7 @@ pub struct Scheduler {
     /// Prefilling and decoding requests, by precedence: the last one is retracted first.
     running: Vec<Slot>,
     kv: KvCache,
-    /// Steps planned and not completed, oldest first; at most two.
+    /// Steps planned and not completed, oldest first.
     launched: VecDeque<Launched>,
     /// Records of completed steps, for reuse.
     #[serde(skip)]
@@ -296,6 +296,13 @@ impl Scheduler {
     /// The fingerprint of the last planned and all completed steps. O(1).
     pub fn digest(&self) -> StepDigest {
         self.digest
+    }
+
+    /// Whether the next step may hold a decode row of a running request. A pipeline's first stage launches a step long
+    /// before the last one has sampled the tokens of those before it, so there a row waits for its input.
+    fn may_decode(&self, slot: Slot) -> bool {
+        let entry = &self.entries[slot];
+        entry.can_decode() && (self.config.stages == 1 || entry.pending.is_none())
     }
 
     /// Takes a request that has been reported as ended out of `running`; its pages go at once or when

@@ -15,14 +15,14 @@ impl Scheduler {
     /// Gives every request that can decode a page for its next token, the first ones first.
     ///
     /// Retraction waits until no step is in flight: then all tokens are known and no page is in use. That
-    /// costs one step without overlap, and only when pages have run out.
+    /// costs one step without overlap, or a pipeline that runs empty once, and only when pages have run out.
     pub(super) fn make_room_for_decodes(&mut self) -> Room {
         let mut room = Room::Ready;
         let mut at = 0;
         while at < self.running.len() {
             let slot = self.running[at];
             at += 1;
-            if !self.entries[slot].can_decode() {
+            if !self.may_decode(slot) {
                 continue;
             }
             while !self.has_page_for_next_token(slot) {

@@ -44,13 +44,14 @@ impl Scheduler {
     }
 
     /// Plans the next step into `plan` (its old content is dropped) and counts it as launched: it must be
-    /// completed. With `overlap` it may be called while one earlier step has not completed.
+    /// completed. With `overlap` it may be called while one earlier step has not completed, with several stages while
+    /// fewer than those have not.
     ///
     /// False, with an empty plan, when nothing can run now: complete a launched step if there is one, else
     /// there is no work.
     pub fn plan_into(&mut self, plan: &mut StepPlan) -> bool {
         plan.clear(self.next_step);
-        if self.launched.len() > usize::from(self.config.overlap) {
+        if self.launched.len() >= self.config.steps_in_flight_max() {
             return false;
         }
         let launched = self.spare.pop().unwrap_or_default();
@@ -83,7 +84,7 @@ impl Scheduler {
 
     /// Either kind alone; when the preferred one has nothing to do, the other.
     fn fill_one_kind(&mut self, draft: &mut Draft<'_>) {
-        let has_decode = self.running.iter().any(|&slot| self.entries[slot].can_decode());
+        let has_decode = self.running.iter().any(|&slot| self.may_decode(slot));
         let decode_first = match self.config.step_order {
             StepOrder::PrefillFirst => self.turns.prefill_run >= SchedulerConfig::PREFILL_RUN_MAX,
             StepOrder::DecodeFirst => self.turns.decode_run < SchedulerConfig::DECODE_RUN_MAX,
@@ -110,14 +111,29 @@ impl Scheduler {
     }
 
     fn push_decodes(&mut self, draft: &mut Draft<'_>) {
+        let mut places = self.decode_rows_max();
         for at in 0..self.running.len() {
             let slot = self.running[at];
-            if self.entries[slot].can_decode() {
+            if places > 0 && self.may_decode(slot) {
                 self.push_row(draft, slot, 1);
+                places -= 1;
             }
         }
         if !draft.plan.rows.is_empty() {
             self.growth.decode_step_planned();
+        }
+    }
+
+    /// Decode rows of one step: an even part, rounded up, of those that the steps of all stages share, so that each stage
+    /// has one to compute. Steps in flight hold no more than this each, so whoever may decode is planned at the latest
+    /// when as many steps are in flight as may be.
+    fn decode_rows_max(&self) -> usize {
+        match self.config.stages {
+            1 => usize::MAX,
+            stages => {
+                let decoding = self.running.iter().filter(|&&slot| self.entries[slot].can_decode());
+                decoding.count().div_ceil(stages)
+            }
         }
     }
 

@@ -207,10 +207,13 @@ impl Harness {
         self.launched.len()
     }
 
-    /// One turn of the engine's loop: plan, then complete all but the step just planned (or all).
+    /// One turn of the engine's loop: plan, then complete the oldest step if nothing more may be or was planned.
     pub fn turn(&mut self) -> bool {
         let planned = self.plan();
-        let keep = usize::from(planned && self.scheduler.config().overlap);
+        let keep = match planned {
+            true => self.scheduler.config().steps_in_flight_max() - 1,
+            false => self.launched.len().saturating_sub(1),
+        };
         let mut completed = false;
         while self.launched.len() > keep {
             completed |= self.complete();
@@ -300,6 +303,7 @@ impl Harness {
                 let token = match row.input {
                     RowInput::Known => plan.token_ids[row.first_token as usize + position - start],
                     RowInput::SampledBy { step, sample_index } => {
+                        assert_eq!(self.scheduler.config().stages, 1, "the first stage knows its tokens");
                         assert_eq!((step, count), (self.last_samples.0, 1), "input of {}", row.id);
                         self.last_samples.1[sample_index as usize]
                     }

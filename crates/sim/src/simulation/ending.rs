@@ -47,7 +47,7 @@ impl Simulation {
     pub(super) fn abort_group(&mut self, cause: String) -> Checked {
         self.group.abort(cause);
         for rank in 0..self.ranks.len() {
-            if self.ranks[rank].waiting == Some(Waiting::Gather)
+            if matches!(self.ranks[rank].waiting, Some(Waiting::Gather | Waiting::Activations))
                 && let Some(error) = self.group.abort_error(rank)
             {
                 self.wake(rank);
