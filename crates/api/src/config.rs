@@ -80,12 +80,19 @@ pub struct Watched {
     pub ranks: Vec<usize>,
     /// Replicas, each of which has as many ranks.
     pub replicas: usize,
+    /// Pipeline stages of a replica, each of which has as many ranks.
+    pub stages: usize,
 }
 
 impl Watched {
     /// Marks of the ranks of each replica.
     pub(crate) fn by_replica(&self) -> impl Iterator<Item = &[usize]> {
         self.ranks.chunks((self.ranks.len() / self.replicas.max(1)).max(1))
+    }
+
+    /// Marks of the ranks of each TP group: those that take part in the same operations on tensors.
+    pub(crate) fn by_tp_group(&self) -> impl Iterator<Item = &[usize]> {
+        self.ranks.chunks((self.ranks.len() / (self.replicas * self.stages).max(1)).max(1))
     }
 }
 

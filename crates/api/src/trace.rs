@@ -169,7 +169,7 @@ mod tests {
         let loops = vec![("TP0".to_owned(), 0), ("TP1".to_owned(), 1)];
         page.mark(0).enter(Activity::Plan, 1);
         let mut recording =
-            Recording::new(Watched { page: page.clone(), loops, ranks: vec![0, 1], replicas: 1 });
+            Recording::new(Watched { page: page.clone(), loops, ranks: vec![0, 1], replicas: 1, stages: 1 });
         page.mark(0).enter(Activity::Launch, 2);
         page.mark(0).enter(Activity::Wait, 2);
         page.mark(1).enter(Activity::Idle, 0);

@@ -2,16 +2,15 @@
 
 use lockstep_backend::Backend;
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
-use lockstep_comm::Patience;
 use lockstep_comm::shm::{SharedRegion, ShmCollective, ShmGroup, ShmOptions};
 use lockstep_comm::watch::Mark;
+use lockstep_comm::{Collective, Patience};
 use lockstep_core::{DType, WeightMode};
 use lockstep_engine::gpu::{self, Joined};
 use lockstep_engine::start::Groups;
 use lockstep_engine::{DeviceConfig, EngineError, RankConfig};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// What a rank does on its device, whichever that is.
 pub trait RankTask {
@@ -43,7 +42,7 @@ pub fn on_device<T: RankTask>(
         }
         DeviceConfig::Cuda { memory_ratio, gpus } => {
             let dtype = config.weights.cast().unwrap_or(DType::Bf16);
-            let patience = Duration::from_millis(config.collective_timeout_ms);
+            let patience = config.patience();
             let Joined { backend, mut groups } = gpu::join(gpus, dtype, patience, groups)?;
             let free = backend.free_bytes()?;
             // Nobody takes memory before all who share a GPU have asked how much is free.
@@ -65,12 +64,12 @@ pub fn on_device<T: RankTask>(
     }
 }
 
-/// The replica's process group and the TP group's collective, side by side in one region.
+/// The replica's process group, the TP group's collective and the pipeline's, side by side in one region.
 fn join_groups(config: &RankConfig, region: &OwnedFd, mark: Option<Mark>) -> Result<Groups, EngineError> {
     let p = config.parallel;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let options = ShmOptions {
-        deadline: Duration::from_millis(config.collective_timeout_ms),
+        deadline: config.patience(),
         ranks_share_cores: p.world_size() * config.threads > cores,
     };
     let region = SharedRegion::map(region)
@@ -78,10 +77,15 @@ fn join_groups(config: &RankConfig, region: &OwnedFd, mark: Option<Mark>) -> Res
     let region = Arc::new(region);
     let join = |e: lockstep_comm::collective::CollectiveError| EngineError::from(e);
     let mut replica = ShmGroup::new(Arc::clone(&region), p.replica_rank(), options).map_err(join)?;
-    let mut tensors = ShmCollective::new(region, p.tp_rank, options).map_err(join)?;
+    let mut tensors = ShmCollective::of_stage(Arc::clone(&region), p, options).map_err(join)?;
+    let patient = ShmOptions { deadline: config.stage_patience(p.pp_rank), ..options };
+    let pipeline = (p.pp_size > 1).then(|| ShmCollective::of_pipeline(region, p, patient));
+    let mut pipeline = pipeline.transpose().map_err(join)?;
     if let Some(mark) = mark {
         replica = replica.watched(mark.clone());
-        tensors = tensors.watched(mark);
+        tensors = tensors.watched(mark.clone());
+        pipeline = pipeline.map(|pipeline| pipeline.watched(mark));
     }
-    Ok(Groups { replica: Box::new(replica), tensors: Box::new(tensors) })
+    let pipeline = pipeline.map(|pipeline| Box::new(pipeline) as Box<dyn Collective>);
+    Ok(Groups { replica: Box::new(replica), tensors: Box::new(tensors), pipeline })
 }

@@ -43,6 +43,7 @@ pub fn run(flags: &PlanFlags) -> Result<()> {
         concurrency: flags.concurrency.unwrap_or(default.concurrency),
         chunk: flags.chunk.unwrap_or(default.chunk),
         page_size: flags.page_size,
+        stages: flags.pp,
         replicas: flags.dp,
         memory_ratio: flags.memory_ratio.unwrap_or(default.memory_ratio),
     };

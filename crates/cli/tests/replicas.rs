@@ -51,8 +51,8 @@ fn check_answers(server: &Server) {
     });
 }
 
-fn check_layout(server: &Server) {
-    for (rank, name) in ["DP0-TP0", "DP0-TP1", "DP1-TP0", "DP1-TP1"].into_iter().enumerate() {
+fn check_layout(server: &Server, names: &[&str], pp_size: usize) {
+    for (rank, name) in names.iter().enumerate() {
         let process = server.process(&format!("lockstep-{name}-scheduler"));
         let info = server.info();
         let told = &info["engine"]["ranks"][rank];
@@ -62,7 +62,7 @@ fn check_layout(server: &Server) {
         );
     }
     let info = server.info();
-    assert_eq!(info["topology"], json!({"tp_size": 2, "pp_size": 1, "dp_size": 2}));
+    assert_eq!(info["topology"], json!({"tp_size": 2, "pp_size": pp_size, "dp_size": 2}));
     assert_eq!(info["engine"]["pages_total"], 2 * 1024);
     let ready = poll(BACK, || (states(server) == ["serving", "serving"]).then_some(()));
     assert!(ready.is_some(), "{:?}", states(server));
@@ -146,7 +146,7 @@ fn replicas_serve_and_one_dies_alone() {
             .flag("--restart", "on-failure")
     });
     let server = &served.server;
-    check_layout(server);
+    check_layout(server, &["DP0-TP0", "DP0-TP1", "DP1-TP0", "DP1-TP1"], 1);
     check_answers(server);
     assert!(routed(server, 0) >= 4 && routed(server, 1) >= 4);
     let n = server.completion_body("A", json!({"max_tokens": 4, "n": 3}));
@@ -159,6 +159,32 @@ fn replicas_serve_and_one_dies_alone() {
     check_death(server, "lockstep-DP1-TP1-scheduler");
     check_answers(server);
     check_drain(server);
+    served.server.stop();
+}
+
+#[test]
+fn replicas_of_two_stages_serve_and_one_dies_alone() {
+    let served = serve_with(Fixture::named("chain_long"), 2, |c| {
+        c.flag("--pp", 2)
+            .flag("--dp", 2)
+            .flag("--dp-policy", "least-load")
+            .flag("--max-running", 2)
+            .flag("--restart", "on-failure")
+    });
+    let names = [
+        "DP0-PP0-TP0",
+        "DP0-PP0-TP1",
+        "DP0-PP1-TP0",
+        "DP0-PP1-TP1",
+        "DP1-PP0-TP0",
+        "DP1-PP0-TP1",
+        "DP1-PP1-TP0",
+        "DP1-PP1-TP1",
+    ];
+    check_layout(&served.server, &names, 2);
+    check_answers(&served.server);
+    check_death(&served.server, "lockstep-DP1-PP1-TP0-scheduler");
+    check_answers(&served.server);
     served.server.stop();
 }
 

@@ -2,15 +2,18 @@
 
 use crate::gpu::GpuPlan;
 use crate::links::RankLinks;
-use lockstep_core::{DType, ModelConfig, ParallelInfo, TokenId, Topology, WeightMode};
+use lockstep_core::{DType, ModelConfig, ParallelInfo, StageLayers, TokenId, Topology, WeightMode};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
+use std::time::Duration;
 
-/// Configuration of one rank. Equal on all ranks of a replica except `parallel` and `pages`.
+/// Configuration of one rank. Equal on all ranks of a replica except `parallel`, `stage` and `pages`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RankConfig {
     /// Where this rank stands.
     pub parallel: ParallelInfo,
+    /// The layers of its pipeline stage.
+    pub stage: StageLayers,
     /// Model folder or GGUF file.
     pub model: PathBuf,
     /// End tokens from every source of the model.
@@ -33,7 +36,8 @@ pub struct RankConfig {
     pub allow_imbalance: bool,
     /// Batching.
     pub batching: Batching,
-    /// Milliseconds a rank waits for another in a collective (`--collective-timeout`).
+    /// Milliseconds a rank waits for another in a collective (`--collective-timeout`); for another stage so many times as
+    /// long as there are stages.
     pub collective_timeout_ms: u64,
     /// `--flight-dir`: where a rank that fails writes what its scheduler was told and decided.
     pub flight_dir: Option<PathBuf>,
@@ -53,6 +57,19 @@ pub enum DeviceConfig {
         /// Which GPUs, and how tensors move between them.
         gpus: GpuPlan,
     },
+}
+
+impl RankConfig {
+    /// How long a rank waits for another in a collective.
+    pub fn patience(&self) -> Duration {
+        Duration::from_millis(self.collective_timeout_ms)
+    }
+
+    /// How long it waits for what the first `stages` pipeline stages compute: each may take as long as ranks may be
+    /// apart. So whoever waits for a rank that is gone gives up before those who wait for it.
+    pub fn stage_patience(&self, stages: usize) -> Duration {
+        self.patience() * stages.max(1) as u32
+    }
 }
 
 impl DeviceConfig {
@@ -81,6 +98,14 @@ pub struct DummySpec {
     pub dtype: DType,
     /// `--dummy-weights SEED`.
     pub seed: u64,
+}
+
+impl Batching {
+    /// Room for the residual streams `[tokens, hidden_size]`, f32, of as many of the largest steps as there are `stages`:
+    /// then no stage waits for the next one to take what it sends.
+    pub fn transfer_bytes(&self, hidden_size: usize, stages: usize) -> usize {
+        (self.running_max + self.chunk).saturating_mul(hidden_size * size_of::<f32>()).saturating_mul(stages)
+    }
 }
 
 /// Batching flags, equal on all ranks.

@@ -4,10 +4,15 @@
 //! One all-gather of [`RECORD_BYTES`] per rank and step. A digest mismatch stops the server with
 //! one line naming step, rank and the first field that differs: what would be a deadlock hours
 //! later becomes an error now.
+//!
+//! In a pipeline also what the last stage sampled, which all ranks are told in the order of steps.
 
 use crate::{EngineError, Result};
 use lockstep_comm::group::{Patience, ProcessGroup};
+use lockstep_core::{RequestId, TokenId};
 use lockstep_scheduler::StepDigest;
+use lockstep_wire::StepLogprobs;
+use std::time::Duration;
 
 /// Bytes each rank contributes: seven little-endian u64 (messages, stamp, prepared, digest words).
 pub const RECORD_BYTES: usize = 56;
@@ -64,6 +69,77 @@ impl Exchange {
         }
         let primary = records.first().map_or(mine, |primary| decode(primary).0);
         Ok(Announcement { prepared, ..primary })
+    }
+}
+
+/// The rank whose tokens all ranks of a pipeline take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TokenSource {
+    /// Its number in the replica.
+    pub rank: usize,
+    /// How long the others wait for its stage to have computed a step.
+    pub patience: Duration,
+}
+
+/// What the oldest step in flight will come to, known to all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepShape {
+    /// Tokens that it samples.
+    pub tokens: usize,
+    /// Some row wants log-probabilities.
+    pub has_logprobs: bool,
+}
+
+impl TokenSource {
+    /// Copies the step's tokens, and appends its log-probabilities, from this source to all other ranks; on the source
+    /// `logprobs` are those of this step. A step that samples nothing costs nothing.
+    ///
+    /// **Collective: all ranks of the replica, in the order of steps.**
+    pub fn share(
+        &self,
+        group: &mut dyn ProcessGroup,
+        shape: StepShape,
+        tokens: &mut Vec<TokenId>,
+        logprobs: &mut Vec<(RequestId, StepLogprobs)>,
+    ) -> Result<()> {
+        let (is_source, patience) = (group.rank() == self.rank, Patience::Deadline(self.patience));
+        if is_source && tokens.len() != shape.tokens {
+            let problem = format!("a step sampled {} tokens, {} were planned", tokens.len(), shape.tokens);
+            return Err(EngineError::Internal(problem));
+        }
+        if shape.tokens > 0 {
+            let mut bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+            bytes.resize(4 * shape.tokens, 0);
+            group.broadcast(&mut bytes, self.rank, patience)?;
+            let told: Vec<_> = bytes.as_chunks::<4>().0.iter().map(|t| TokenId::from_le_bytes(*t)).collect();
+            // Whoever sampled too must have sampled the same: their next tokens depend on it.
+            if !tokens.is_empty() && *tokens != told {
+                return Err(EngineError::Diverged(format!(
+                    "ranks diverged: rank {} sampled {tokens:?} and rank {} {told:?} in the same step; answers can no \
+                     longer be trusted, so the server stops",
+                    group.rank(),
+                    self.rank
+                )));
+            }
+            *tokens = told;
+        }
+        if !shape.has_logprobs {
+            return Ok(());
+        }
+        let internal = |error: postcard::Error| EngineError::Internal(format!("log-probabilities: {error}"));
+        let mut bytes = match is_source {
+            true => postcard::to_allocvec(logprobs).map_err(internal)?,
+            false => Vec::new(),
+        };
+        let mut len = (bytes.len() as u64).to_le_bytes();
+        group.broadcast(&mut len, self.rank, patience)?;
+        bytes.resize(u64::from_le_bytes(len) as usize, 0);
+        group.broadcast(&mut bytes, self.rank, patience)?;
+        if !is_source {
+            let told: Vec<_> = postcard::from_bytes(&bytes).map_err(internal)?;
+            logprobs.extend(told);
+        }
+        Ok(())
     }
 }
 

@@ -56,7 +56,12 @@ impl GrammarSource {
 
     /// Orders carried out so far.
     pub(crate) fn prepared(&self) -> u64 {
-        self.shared.prepared.load(Ordering::Acquire)
+        self.count().get()
+    }
+
+    /// Their number, for another thread.
+    pub(crate) fn count(&self) -> PreparedCount {
+        PreparedCount(Arc::clone(&self.shared))
     }
 
     /// A matcher for `grammar`, at once if it is prepared and has not been given up since; otherwise the caller
@@ -66,6 +71,16 @@ impl GrammarSource {
             Some(grammars) => grammars.matcher(grammar),
             None => Matcher::failed("the vocabulary is not usable for grammars"),
         }
+    }
+}
+
+/// How many orders have been carried out, as it grows.
+pub(crate) struct PreparedCount(Arc<Shared>);
+
+impl PreparedCount {
+    /// So far.
+    pub(crate) fn get(&self) -> u64 {
+        self.0.prepared.load(Ordering::Acquire)
     }
 }
 

@@ -6,6 +6,7 @@
 //! | [`control`] | what the loop needs of the control plane |
 //! | [`links`] | that over ZeroMQ |
 //! | [`runner`] | plan → forward → tokens on a device |
+//! | [`pipeline`] | that on a thread beside the loop, where there are several stages |
 //! | [`inputs`] | a plan's numbers as a forward pass takes them |
 //! | [`recordings`] | decode steps that the device repeats |
 //! | [`logits`] | logits → tokens, equal on all ranks |
@@ -16,7 +17,7 @@
 //! | [`grammars`] | grammars, prepared beside the steps |
 //! | [`gate`] | where requests wait for that |
 //! | [`memory`] | how many KV pages fit, agreed over ranks |
-//! | [`exchange`] | per-step message count and digest |
+//! | [`exchange`] | per-step message count and digest, and the tokens of a pipeline |
 //! | [`flight`] | what the scheduler was told and decided, and its replay |
 //! | [`timing`] | where the time of a request went, if it asks |
 //! | [`offline`] | the loop inside one process, for benchmarks |
@@ -42,6 +43,7 @@ mod logprobs;
 mod masks;
 pub mod memory;
 pub mod offline;
+pub mod pipeline;
 pub mod rank_loop;
 mod recordings;
 pub mod runner;

@@ -10,7 +10,7 @@ use crate::config::RankConfig;
 use crate::{EngineError, Result};
 use lockstep_backend::{Backend, KvLayout};
 use lockstep_comm::group::{Patience, ProcessGroup};
-use lockstep_core::{ParallelInfo, WeightMode};
+use lockstep_core::{ParallelInfo, StageLayers, WeightMode};
 use lockstep_model::{ModelRules, ShardBytes, WeightSource, Workspace, weight_types};
 
 /// Bytes committed before a KV pool that takes what is left.
@@ -32,12 +32,22 @@ impl Committed {
         source: &dyn WeightSource,
         p: ParallelInfo,
         mode: WeightMode,
+        sizes: (usize, usize),
+    ) -> Self {
+        Self::of_stage::<B>(source, (p, StageLayers::whole(source.config().num_layers)), mode, sizes)
+    }
+
+    /// The same where the rank has the layers of one pipeline stage.
+    pub fn of_stage<B: Backend>(
+        source: &dyn WeightSource,
+        (p, stage): (ParallelInfo, StageLayers),
+        mode: WeightMode,
         (tokens_max, rows_max): (usize, usize),
     ) -> Self {
         let model = source.config();
         let type_of = weight_types(source, mode, B::TAKES_CODES);
         Self {
-            weight_bytes: ShardBytes::of(&ModelRules::new(model), p, type_of).total(),
+            weight_bytes: ShardBytes::of(&ModelRules::of_stage(model, stage), p, type_of).total(),
             workspace_bytes: Workspace::<B>::bytes(model, p, tokens_max, rows_max),
             kept_bytes: 0,
         }
@@ -106,7 +116,7 @@ pub(crate) fn allowance<'a>(config: &'a RankConfig, label: &'a str) -> Allowance
         bytes: config.memory_budget_bytes,
         origin: &config.memory_budget_origin,
         rest: "KV pages",
-        remedy: "raise --memory-ratio, lower --chunk or --max-running, or use a larger --tp",
+        remedy: "raise --memory-ratio, lower --chunk or --max-running, or use a larger --tp or --pp",
     }
 }
 
@@ -138,21 +148,30 @@ const IMBALANCE_TOLD: f64 = 0.05;
 /// Ranks that differ by more are refused without `--allow-imbalance`.
 const IMBALANCE_MAX: f64 = 0.20;
 
-/// The smallest of all ranks' `pages`, and a warning sentence when they differ by more than 5 %.
+/// The smallest of all ranks' `pages`, and a warning sentence when those of a stage's `tp_size` ranks differ by more
+/// than 5 %.
 ///
 /// Errors, on all ranks, when they differ by more than 20 % and `allow_imbalance` is not set: most of
-/// the largest rank's memory would lie idle. **Collective: all ranks of the replica.**
+/// the largest rank's memory would lie idle. Stages have other numbers of layers, hence pages of other sizes: that they
+/// differ is no sign of anything. **Collective: all ranks of the replica.**
 pub fn agree_on_pages(
     group: &mut dyn ProcessGroup,
     pages: usize,
-    allow_imbalance: bool,
+    (tp_size, allow_imbalance): (usize, bool),
     patience: Patience,
 ) -> Result<(usize, Option<String>)> {
     let mut all = vec![0u8; 8 * group.size()];
     group.all_gather(&(pages as u64).to_le_bytes(), &mut all, patience)?;
     let counts: Vec<u64> = all.as_chunks::<8>().0.iter().map(|c| u64::from_le_bytes(*c)).collect();
-    let (min, max) = (counts.iter().min().copied().unwrap_or(0), counts.iter().max().copied().unwrap_or(0));
-    let imbalance = (max - min) as f64 / max.max(1) as f64;
+    let range = |counts: &[u64]| {
+        (counts.iter().min().copied().unwrap_or(0), counts.iter().max().copied().unwrap_or(0))
+    };
+    let (min, _) = range(&counts);
+    let imbalances = counts.chunks(tp_size).map(|stage| {
+        let (min, max) = range(stage);
+        (max - min) as f64 / max.max(1) as f64
+    });
+    let imbalance = imbalances.fold(0.0, f64::max);
     let each: Vec<String> = counts.iter().enumerate().map(|(rank, n)| format!("rank {rank}: {n}")).collect();
     let each = each.join(", ");
     if imbalance > IMBALANCE_MAX && !allow_imbalance {

@@ -8,7 +8,9 @@
 use crate::Result;
 use crate::config::RankConfig;
 use crate::control::{self, ControlError, Follower, Outgoing, Primary, Wait};
+use crate::pipeline;
 use crate::rank_loop::{RankLoop, Role};
+use crate::runner::Runner;
 use crate::start::{self, Prepared};
 use lockstep_backend::Backend;
 use lockstep_wire::{Broadcast, SubmitRequest, ToScheduler};
@@ -122,25 +124,49 @@ pub fn run<B: Backend>(
     link: OfflineLink,
     mut sets: Vec<Vec<SubmitRequest>>,
 ) -> Result<Vec<OfflineReport>> {
-    let Prepared { group, scheduler, runner, info } = prepared;
     sets.reverse();
-    let role = match link {
-        OfflineLink::Follower(receiver) => Role::Follower(OfflineFollower(receiver)),
-        OfflineLink::Primary(followers) => Role::Primary(OfflinePrimary {
-            group_started: Instant::now(),
-            started: Instant::now(),
-            sets,
-            open: 0,
-            followers,
-            sequence: 0,
-            reports: Vec::new(),
+    run_loop(config, prepared, link.role(sets)).map(|role| match role {
+        Role::Primary(primary) => primary.reports,
+        Role::Follower(_) => Vec::new(),
+    })
+}
+
+/// Runs the loop of one rank between any links, until it is told to stop; gives them back.
+/// **Collective: all ranks of the replica.**
+pub fn run_loop<B: Backend, P: Primary + Send, F: Follower + Send>(
+    config: &RankConfig,
+    prepared: Prepared<B>,
+    role: Role<P, F>,
+) -> Result<Role<P, F>> {
+    let Prepared { group, scheduler, runner, info } = prepared;
+    let settings = start::loop_settings(config);
+    match config.parallel.pp_size {
+        1 => run_to_end(RankLoop::new(role, group, scheduler, runner, settings, info)),
+        _ => pipeline::beside(runner, |runner| {
+            run_to_end(RankLoop::new(role, group, scheduler, runner, settings, info))
         }),
-    };
-    let mut rank_loop = RankLoop::new(role, group, scheduler, runner, start::loop_settings(config), info);
+    }
+}
+
+fn run_to_end<P: Primary, F: Follower, R: Runner>(mut rank_loop: RankLoop<P, F, R>) -> Result<Role<P, F>> {
     rank_loop.run()?;
-    match rank_loop.into_role() {
-        Role::Primary(primary) => Ok(primary.reports),
-        Role::Follower(_) => Ok(Vec::new()),
+    Ok(rank_loop.into_role())
+}
+
+impl OfflineLink {
+    fn role(self, sets: Vec<Vec<SubmitRequest>>) -> Role<OfflinePrimary, OfflineFollower> {
+        match self {
+            OfflineLink::Follower(receiver) => Role::Follower(OfflineFollower(receiver)),
+            OfflineLink::Primary(followers) => Role::Primary(OfflinePrimary {
+                group_started: Instant::now(),
+                started: Instant::now(),
+                sets,
+                open: 0,
+                followers,
+                sequence: 0,
+                reports: Vec::new(),
+            }),
+        }
     }
 }
 

@@ -1,15 +1,19 @@
 //! The main loop of every rank; the same code on the server and in the simulator.
 //!
 //! One step: (1) receive: rank 0 drains its queue, publishes, and the group agrees on the number
-//! of messages; (2) apply them to the scheduler; (3) plan; (4) launch, then read the previous
-//! step's tokens (or, without overlap, this step's); (5) send results outside (rank 0). The digest
-//! of each step rides the next agreement.
+//! of messages; (2) apply them to the scheduler; (3) plan; (4) launch, then read the tokens of the oldest step, once as
+//! many are in flight as may be (without overlap this one, with overlap the one before, in a pipeline as many as it has
+//! stages) or when nothing could be planned without them; (5) send results outside (rank 0). The digest of each step rides
+//! the next agreement.
 //!
 //! **Invariant:** everything between two agreements depends only on messages, plans and tokens,
 //! which are equal on all ranks; `Role` is looked at only to move bytes.
+//!
+//! In a pipeline the ranks of the last stage have the tokens, and tell the others when the step is read
+//! ([`TokenSource`]); launching there only queues ([`crate::pipeline`]), so that no agreement waits for a forward pass.
 
 use crate::control::{Follower, Outgoing, Primary, Wait};
-use crate::exchange::{Announcement, Exchange};
+use crate::exchange::{Announcement, Exchange, StepShape, TokenSource};
 use crate::flight::{FlightRecorder, request_of};
 use crate::gate::GrammarGate;
 use crate::runner::Runner;
@@ -19,10 +23,11 @@ use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_comm::watch::{Activity, Mark};
 use lockstep_core::limits::PROMPT_LOGPROBS_MAX;
 use lockstep_core::{PageId, RequestId, TokenId};
-use lockstep_scheduler::{Event, Scheduler, StepPlan};
+use lockstep_scheduler::{Event, PlanRow, Scheduler, StepPlan};
 use lockstep_wire::{
     Begin, EngineInfo, EngineTotals, StepLogprobs, SubmitRequest, Timing, ToScheduler, TokenOut,
 };
+use std::collections::VecDeque;
 use std::time::Duration;
 
 /// Log-probabilities after which a step's results go out in another message.
@@ -57,8 +62,8 @@ pub struct RankLoop<P, F, R> {
 /// Choices of the loop, equal on all ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct LoopSettings {
-    /// Plan and launch step n+1 before step n's tokens are read.
-    pub overlap: bool,
+    /// Which rank samples for all, where not each does.
+    pub token_source: Option<TokenSource>,
     /// How long to wait for a rank that should be working.
     pub collective_timeout: Duration,
     /// Milliseconds after which a request is ended, from the stamp it arrived with.
@@ -71,7 +76,8 @@ pub struct LoopSettings {
 struct LoopState {
     inbox: Vec<ToScheduler>,
     plan: StepPlan,
-    in_flight: usize,
+    /// Steps launched and not read, oldest first: whether one has rows that want log-probabilities.
+    in_flight: VecDeque<bool>,
     tokens: Vec<TokenId>,
     events: Vec<Event>,
     /// Of the steps read since results were last sent.
@@ -116,7 +122,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
             self.step()?;
             watch(&self.scheduler);
         }
-        while self.state.in_flight > 0 {
+        while !self.state.in_flight.is_empty() {
             self.read_oldest()?;
         }
         self.send_results()?;
@@ -154,8 +160,9 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         }
         let launched = self.plan_and_launch()?;
         self.enter(Activity::Wait);
-        let keep = usize::from(self.settings.overlap && launched);
-        while self.state.in_flight > keep {
+        let in_flight = self.state.in_flight.len();
+        // Where nothing could be planned, the oldest step's tokens or pages may be what is missing.
+        if in_flight > 0 && (!launched || in_flight == self.scheduler.config().steps_in_flight_max()) {
             self.read_oldest()?;
         }
         self.enter(Activity::Send);
@@ -164,7 +171,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
 
     /// Messages of this step, the same on every rank, applied in order.
     fn receive(&mut self) -> Result<()> {
-        let idle = !self.scheduler.has_work() && self.state.in_flight == 0;
+        let idle = !self.scheduler.has_work() && self.state.in_flight.is_empty();
         // Rank 0 waits for work in its inbox; when it gets here, the others must be here or on their way.
         let may_wait_for_work = idle && matches!(self.role, Role::Follower(_));
         let patience = match may_wait_for_work {
@@ -286,7 +293,9 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
         }
         self.enter(Activity::Launch);
         self.runner.launch(&self.state.plan)?;
-        self.state.in_flight += 1;
+        let wants = |row: &PlanRow| row.sampling.logprobs.is_some() || row.prompt_logits;
+        let has_logprobs = self.settings.token_source.is_some() && self.state.plan.rows.iter().any(wants);
+        self.state.in_flight.push_back(has_logprobs);
         Ok(true)
     }
 
@@ -300,8 +309,18 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
 
     fn read_oldest(&mut self) -> Result<()> {
         let step = self.runner.collect(&mut self.state.tokens)?;
-        self.runner.take_logprobs(&mut self.state.logprobs);
-        self.state.in_flight -= 1;
+        let has_logprobs = self.state.in_flight.pop_front().unwrap_or(false);
+        match &self.settings.token_source {
+            None => self.runner.take_logprobs(&mut self.state.logprobs),
+            Some(source) => {
+                let tokens = self.scheduler.in_flight().next().map_or(0, |(_, tokens)| tokens);
+                let mut logprobs = Vec::new();
+                self.runner.take_logprobs(&mut logprobs);
+                let shape = StepShape { tokens, has_logprobs };
+                source.share(&mut *self.group, shape, &mut self.state.tokens, &mut logprobs)?;
+                self.state.logprobs.append(&mut logprobs);
+            }
+        }
         self.flight.tokens(&self.state.tokens);
         self.scheduler.complete(step, &self.state.tokens);
         if let Some(mark) = &self.mark

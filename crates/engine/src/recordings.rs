@@ -3,12 +3,15 @@
 //! A step takes the recording of the next larger number of rows; the rows that are missing are padding, which
 //! no request sees. The first step of a size is queued as usual, which prepares what a recording must find
 //! there; the second one is recorded.
+//!
+//! Steps of a pipeline with several stages are not recorded: no device that records has such.
 
 use crate::inputs::Inputs;
 use crate::runner::Model;
 use crate::{EngineError, Result};
 use lockstep_backend::Backend;
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
 
 /// The recordings of one model on one device.
 pub(crate) struct Recordings<B: Backend> {
@@ -55,7 +58,7 @@ impl<B: Backend> Recordings<B> {
 
     /// Records the forward pass of `inputs` and queues it.
     fn record(&mut self, model: &mut Model<B>, inputs: &Inputs, rows: usize) -> Result<()> {
-        let Model { backend, collective, decoder, cache, work } = model;
+        let Model { backend, collective, decoder, cache, work, .. } = model;
         let recorded = backend.record(|backend| {
             let ctx = (backend, &**collective);
             decoder.forward(ctx, &inputs.forward_input(), cache, work).map(|_| ()).map_err(EngineError::from)
@@ -101,10 +104,27 @@ impl<B: Backend> Recordings<B> {
 }
 
 impl<B: Backend> Model<B> {
-    /// Queues a forward pass; its logits will be in the workspace. **Collective: all ranks of the TP group.**
+    /// Whether this rank's stage is the last one, or the only one.
+    pub(crate) fn samples(&self) -> bool {
+        self.pipeline.as_ref().is_none_or(|pipeline| pipeline.rank() + 1 == pipeline.size())
+    }
+
+    /// Queues a forward pass; its logits will be in the workspace, or the next stage gets what is in it.
+    /// **Collective: all ranks of the TP group, and of the pipeline in the same order of steps.**
     pub(crate) fn forward(&mut self, inputs: &Inputs) -> Result<()> {
-        let ctx = (&mut self.backend, &*self.collective);
-        self.decoder.forward(ctx, &inputs.forward_input(), &mut self.cache, &mut self.work)?;
+        let Self { backend, collective, pipeline, decoder, cache, work, waited } = self;
+        let input = inputs.forward_input();
+        let rows = input.token_ids.len();
+        let stages = pipeline.as_deref().map(|pipeline| (pipeline, pipeline.rank()));
+        if let Some((pipeline, stage)) = stages.filter(|(_, stage)| *stage > 0) {
+            let from = Instant::now();
+            backend.recv(pipeline, work.residual_mut(), rows, stage - 1).map_err(EngineError::from)?;
+            *waited += from.elapsed();
+        }
+        decoder.forward((&mut *backend, &**collective), &input, cache, work)?;
+        if let Some((pipeline, stage)) = stages.filter(|(pipeline, stage)| stage + 1 < pipeline.size()) {
+            backend.send(pipeline, work.residual(), rows, stage + 1).map_err(EngineError::from)?;
+        }
         Ok(())
     }
 }

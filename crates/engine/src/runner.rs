@@ -4,6 +4,7 @@
 //! them there, the host fetches them later. Steps of one token a row are replayed from recordings where the
 //! device has them ([`crate::recordings`]).
 
+use crate::grammars::PreparedCount;
 use crate::inputs::Inputs;
 use crate::logits::{Chosen, LogitsReader, changes_logits, reports_nothing};
 use crate::masks;
@@ -17,13 +18,15 @@ use lockstep_model::{Decoder, Workspace};
 use lockstep_scheduler::{PlanRow, StepPlan};
 use lockstep_wire::{StepLogprobs, Vocabulary};
 use std::collections::VecDeque;
+use std::time::Duration;
 
 /// What the rank loop needs of a device. The simulator has its own.
 pub trait Runner {
     /// Queues one planned step. Rows whose input is the token of an earlier step find it on the
     /// device. **Collective: all ranks, same plan.**
     fn launch(&mut self, plan: &StepPlan) -> Result<()>;
-    /// Waits for the oldest launched step; its tokens replace `tokens`, one per sampling row.
+    /// Waits for the oldest launched step; its tokens replace `tokens`, one per sampling row. On a pipeline stage that does
+    /// not sample they are none.
     fn collect(&mut self, tokens: &mut Vec<TokenId>) -> Result<StepId>;
     /// Appends the log-probabilities of the step collected last, of requests that asked for them. Only the
     /// primary's runner need have any.
@@ -46,7 +49,7 @@ pub trait Runner {
     }
 }
 
-/// The runner of one rank: a decoder shard, its KV pool and the sampler.
+/// The runner of one rank: a decoder shard, its KV pool and, on the last stage, the sampler.
 pub struct ModelRunner<B: Backend> {
     model: Model<B>,
     recordings: Recordings<B>,
@@ -66,9 +69,13 @@ pub struct ModelRunner<B: Backend> {
 pub(crate) struct Model<B: Backend> {
     pub(crate) backend: B,
     pub(crate) collective: Box<dyn Collective>,
+    /// Where there are several stages.
+    pub(crate) pipeline: Option<Box<dyn Collective>>,
     pub(crate) decoder: Decoder<B>,
     pub(crate) cache: B::KvCache,
     pub(crate) work: Workspace<B>,
+    /// Time spent waiting for the stage before.
+    pub(crate) waited: Duration,
 }
 
 /// Parts of a [`ModelRunner`] that the rank builds first.
@@ -77,6 +84,8 @@ pub struct RunnerParts<B: Backend> {
     pub backend: B,
     /// The TP group's tensors.
     pub collective: Box<dyn Collective>,
+    /// Where there are several stages: the ranks, one a stage, that pass activations on.
+    pub pipeline: Option<Box<dyn Collective>>,
     /// This rank's shard.
     pub decoder: Decoder<B>,
     /// This rank's KV pool.
@@ -89,7 +98,7 @@ pub struct RunnerParts<B: Backend> {
     pub vocab_size: usize,
     /// Tokens masked while `min_tokens` is not reached.
     pub eos_tokens: Vec<TokenId>,
-    /// Whether log-probabilities are computed for whoever asked; true on the rank that reports results.
+    /// Whether log-probabilities are computed for whoever asked; true on one rank of those that sample.
     pub reports_logprobs: bool,
 }
 
@@ -104,6 +113,10 @@ struct Launched {
 }
 
 impl Launched {
+    fn without_tokens(step: StepId) -> Self {
+        Self { step, chosen: Chosen::default(), is_on_device: false, followed: Vec::new() }
+    }
+
     /// Waits for the tokens, if the device has not given them yet.
     fn arrive<B: Backend>(&mut self, backend: &mut B, logits: &mut LogitsReader) -> Result<()> {
         if std::mem::take(&mut self.is_on_device) {
@@ -119,20 +132,15 @@ impl<B: Backend> ModelRunner<B> {
     pub fn new(parts: RunnerParts<B>) -> Self {
         let shard = parts.decoder.vocab_shard();
         let logits = LogitsReader::new(shard, parts.vocab_size, parts.eos_tokens, parts.reports_logprobs);
-        let RunnerParts { backend, collective, decoder, cache, work, page_size, .. } = parts;
+        let RunnerParts { backend, collective, pipeline, decoder, cache, work, page_size, .. } = parts;
         Self {
-            model: Model { backend, collective, decoder, cache, work },
+            model: Model { backend, collective, pipeline, decoder, cache, work, waited: Duration::ZERO },
             recordings: Recordings::default(),
             logits,
             inputs: Inputs::new(page_size),
             choices: Vec::new(),
             launched: VecDeque::with_capacity(2),
-            newest: Launched {
-                step: StepId::MAX,
-                chosen: Chosen::default(),
-                is_on_device: false,
-                followed: Vec::new(),
-            },
+            newest: Launched::without_tokens(StepId::MAX),
             spare: Vec::new(),
             mark: None,
         }
@@ -164,6 +172,16 @@ impl<B: Backend> ModelRunner<B> {
         let recorded = self.recordings.prepare(&mut self.model, &mut self.inputs, rows_max, on_progress)?;
         self.model.backend.tune(None).map_err(EngineError::from)?;
         Ok(recorded)
+    }
+
+    /// Time spent so far waiting for what the stage before passes on.
+    pub(crate) fn waited(&self) -> Duration {
+        self.model.waited
+    }
+
+    /// The number of prepared grammars, for another thread; `None` on a stage that does not sample.
+    pub(crate) fn prepared_count(&mut self) -> Option<PreparedCount> {
+        self.model.samples().then(|| self.logits.grammars().count())
     }
 
     /// Whether decode steps are replayed from recordings, where the device has them; they are unless told.
@@ -204,6 +222,11 @@ impl<B: Backend> Runner for ModelRunner<B> {
     fn launch(&mut self, plan: &StepPlan) -> Result<()> {
         let (launched, newest) = (&self.launched, &self.newest);
         self.inputs.fill(plan, |step, index| sampled(launched, newest, step, index))?;
+        if !self.model.samples() {
+            self.recordings.forward(&mut self.model, &mut self.inputs)?;
+            self.launched.push_back(Launched::without_tokens(plan.step));
+            return Ok(());
+        }
         let is_on_device = self.device_chooses(plan);
         // What a row changes depends on the tokens before it. Those that the device still keeps to itself are there long
         // before this step's logits: they are taken once the forward pass is queued.

@@ -6,9 +6,11 @@
 
 use crate::config::RankConfig;
 use crate::control::{Follower, Primary};
+use crate::exchange::TokenSource;
 use crate::flight::{self, FlightError};
 use crate::links::{ZmqFollower, ZmqPrimary};
 use crate::memory::{self, Committed};
+use crate::pipeline;
 use crate::rank_loop::{LoopSettings, RankLoop, Role};
 use crate::runner::{ModelRunner, Runner, RunnerParts};
 use crate::{EngineError, Result};
@@ -18,7 +20,7 @@ use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_comm::link::Context;
 use lockstep_comm::watch::Mark;
 use lockstep_core::shard::{self, HeadShard};
-use lockstep_core::{DType, ModelConfig, ParallelInfo};
+use lockstep_core::{DType, ModelConfig};
 use lockstep_model::{
     Decoder, DummyWeights, Loader, ModelError, ModelRules, Progress, WeightSource, Workspace,
 };
@@ -34,8 +36,10 @@ const FAREWELL: Duration = Duration::from_secs(2);
 pub struct Groups {
     /// All ranks of the replica.
     pub replica: Box<dyn ProcessGroup>,
-    /// The TP group.
+    /// The TP group, of one stage.
     pub tensors: Box<dyn Collective>,
+    /// Where there are several stages: the ranks, one a stage, that pass activations on; places are stages.
+    pub pipeline: Option<Box<dyn Collective>>,
 }
 
 /// A rank that is about to take its first step.
@@ -85,17 +89,19 @@ pub fn prepare<B: Backend>(
         loaded.expected.weight_bytes >> 20,
         resident_bytes_max() >> 20
     );
-    let layout = kv_layout(&model, config.parallel, config.batching.page_size, loaded.backend.kv_dtype());
+    let layout = kv_layout(&model, config, loaded.backend.kv_dtype());
     let committed = Committed { weight_bytes: loaded.weight_bytes, ..loaded.expected };
     let local_pages = memory::local_pages(config, layout, committed, context_wanted)?;
+    let rule = (config.parallel.tp_size, config.allow_imbalance);
     let (num_pages, warning) =
-        memory::agree_on_pages(&mut *groups.replica, local_pages, config.allow_imbalance, Patience::Idle)?;
+        memory::agree_on_pages(&mut *groups.replica, local_pages, rule, Patience::Idle)?;
     let layout = KvLayout { num_pages, ..layout };
     let scheduler = scheduler(config, num_pages, context_wanted)?;
     let rank = RankInfo {
         rank: config.parallel.rank(),
         pid: std::process::id(),
         label: config.parallel.label(),
+        layers: config.stage.range(),
         device,
         weight_bytes: loaded.weight_bytes as u64,
         kv_bytes: layout.pool_bytes() as u64,
@@ -110,7 +116,8 @@ pub fn prepare<B: Backend>(
         notes: warning.into_iter().collect(),
         ..EngineInfo::default()
     };
-    let mut runner = loaded.into_runner(config, layout, groups.tensors, model.vocab_size)?;
+    let mut runner =
+        loaded.into_runner(config, layout, (groups.tensors, groups.pipeline), model.vocab_size)?;
     let recording = Instant::now();
     let recorded = runner.record(config.batching.running_max, config.batching.chunk, on_progress)?;
     if recorded > 0 {
@@ -156,13 +163,20 @@ fn load<B: Backend>(
     context_max: usize,
     on_progress: Progress<'_>,
 ) -> Result<Loaded<B>> {
-    let (model, parallel) = (source.config(), config.parallel);
+    let (model, parallel, stage) = (source.config(), config.parallel, config.stage);
+    if stage.of != model.num_layers || stage.end > stage.of {
+        let problem = format!("the stage has layers {:?} of a model of {}", stage.range(), model.num_layers);
+        return Err(EngineError::Internal(problem));
+    }
     let limits = scheduler_config(config, 1, context_max);
-    let (tokens_max, rows_max) = (limits.step_tokens_max(), limits.step_rows_max());
+    // Logits are the last stage's.
+    let rows_max = if stage.has_logits() { limits.step_rows_max() } else { 0 };
+    let tokens_max = limits.step_tokens_max();
     shard::check_tp_size(model, parallel.tp_size as i64).map_err(ModelError::from)?;
-    let expected = Committed::expected::<B>(source, parallel, config.weights, (tokens_max, rows_max));
+    let sizes = (tokens_max, rows_max);
+    let expected = Committed::of_stage::<B>(source, (parallel, stage), config.weights, sizes);
     memory::check_before_loading(&memory::allowance(config, &parallel.label()), expected)?;
-    let loader = Loader::new(source, &backend, parallel, config.weights, on_progress);
+    let loader = Loader::new(source, &backend, parallel, config.weights, on_progress).of_stage(stage);
     let decoder = Decoder::load(&loader, context_max)?;
     let weight_bytes = loader.packed_bytes() as usize;
     if parallel.is_primary()
@@ -179,28 +193,52 @@ impl<B: Backend> Loaded<B> {
         self,
         config: &RankConfig,
         layout: KvLayout,
-        collective: Box<dyn Collective>,
+        (collective, pipeline): (Box<dyn Collective>, Option<Box<dyn Collective>>),
         vocab_size: usize,
     ) -> Result<ModelRunner<B>> {
         let cache = self.backend.kv_cache(layout)?;
         Ok(ModelRunner::new(RunnerParts {
             backend: self.backend,
             collective,
+            pipeline,
             decoder: self.decoder,
             cache,
             work: self.work,
             page_size: layout.page_size,
             vocab_size,
             eos_tokens: config.eos_tokens.clone(),
-            reports_logprobs: config.parallel.is_primary(),
+            reports_logprobs: config.parallel.is_sampler(),
         }))
     }
 }
 
-/// Connects the control plane, tells the api that all ranks are ready, and loops.
+/// Serves over a prepared rank: the loop on this thread, or in a pipeline beside it.
 fn serve<B: Backend>(config: &RankConfig, prepared: Prepared<B>, mark: Option<Mark>) -> Result<()> {
-    let Prepared { mut group, scheduler, runner, info } = prepared;
-    let runner = runner.watched(mark.clone());
+    let Prepared { group, scheduler, runner, info } = prepared;
+    match config.parallel.pp_size {
+        1 => {
+            let runner = runner.watched(mark.clone());
+            serve_loop(config, LoopParts { group, scheduler, runner, info, mark })
+        }
+        // The loop alone shows where it is: a mark has one writer.
+        _ => pipeline::beside(runner, |runner| {
+            serve_loop(config, LoopParts { group, scheduler, runner, info, mark })
+        }),
+    }
+}
+
+/// What a serving loop is made of, besides its links.
+struct LoopParts<R> {
+    group: Box<dyn ProcessGroup>,
+    scheduler: Scheduler,
+    runner: R,
+    info: EngineInfo,
+    mark: Option<Mark>,
+}
+
+/// Connects the control plane, tells the api that all ranks are ready, and loops.
+fn serve_loop<R: Runner>(config: &RankConfig, parts: LoopParts<R>) -> Result<()> {
+    let LoopParts { mut group, scheduler, runner, info, mark } = parts;
     let context = Context::new();
     let settings = loop_settings(config);
     let patience = settings.collective_timeout;
@@ -232,9 +270,12 @@ fn serve<B: Backend>(config: &RankConfig, prepared: Prepared<B>, mark: Option<Ma
 
 /// The loop's choices as the flags say.
 pub(crate) fn loop_settings(config: &RankConfig) -> LoopSettings {
+    let place = config.parallel;
+    let source =
+        TokenSource { rank: place.topology().sampler(), patience: config.stage_patience(place.pp_size) };
     LoopSettings {
-        overlap: config.batching.overlap,
-        collective_timeout: Duration::from_millis(config.collective_timeout_ms),
+        token_source: (place.pp_size > 1).then_some(source),
+        collective_timeout: config.patience(),
         request_timeout_ms: config.batching.request_timeout_ms,
         flight_segment_bytes: flight::SEGMENT_BYTES,
     }
@@ -260,10 +301,11 @@ fn run_recorded<P: Primary, F: Follower, R: Runner>(
     end
 }
 
-fn kv_layout(model: &ModelConfig, p: ParallelInfo, page_size: usize, dtype: DType) -> KvLayout {
+fn kv_layout(model: &ModelConfig, config: &RankConfig, dtype: DType) -> KvLayout {
+    let (p, page_size) = (config.parallel, config.batching.page_size);
     let heads = HeadShard::new(model.num_heads, model.num_kv_heads, p.tp_rank, p.tp_size);
     KvLayout {
-        local_layers: model.num_layers,
+        local_layers: config.stage.count(),
         local_kv_heads: heads.kv_heads.len(),
         head_dim: model.head_dim,
         page_size,
@@ -283,6 +325,7 @@ fn scheduler_config(config: &RankConfig, num_pages: usize, context_max: usize) -
         cache: if batching.prefix_cache { CachePolicy::Radix } else { CachePolicy::None },
         mixed: batching.mixed,
         overlap: batching.overlap,
+        stages: config.parallel.pp_size,
         eos_tokens: config.eos_tokens.clone(),
         waiting_max: batching.waiting_max,
         queue_order: if batching.longest_prefix_first { QueueOrder::LongestPrefix } else { QueueOrder::Fcfs },

@@ -115,14 +115,14 @@ fn submit(id: u64, grammar: Option<Grammar>) -> ToScheduler {
 fn running_requests_go_on_while_a_grammar_is_prepared() {
     let outside = Rc::new(Outside::default());
     let settings = LoopSettings {
-        overlap: false,
+        token_source: None,
         collective_timeout: Duration::from_secs(1),
         request_timeout_ms: None,
         flight_segment_bytes: 1 << 16,
     };
     let runner = Nines { outside: outside.clone(), launched: VecDeque::new() };
     let role: Role<Links, NoFollower> = Role::Primary(Links(outside.clone()));
-    let scheduler = Scheduler::new(SchedulerConfig::default());
+    let scheduler = Scheduler::new(SchedulerConfig { overlap: false, ..SchedulerConfig::default() });
     let mut rank_loop =
         RankLoop::new(role, Box::new(Alone), scheduler, runner, settings, EngineInfo::default());
 

@@ -19,6 +19,7 @@ pub fn sentences(plan: &Plan) -> Vec<String> {
     let legal: Vec<&Choice> = plan.choices.iter().filter(|c| c.memory.is_some()).collect();
     let mut sentences = vec![first_sentence(plan, &legal)];
     sentences.extend(replicas(plan));
+    sentences.extend(stages(plan));
     for choice in &legal {
         sentences.extend(why_not_enough(plan, choice));
     }
@@ -42,12 +43,49 @@ fn replicas(plan: &Plan) -> Option<String> {
     let cost = plan.choices.iter().find(|choice| choice.tp_size == tp_size)?.cost?;
     (replicas > 1).then(|| {
         format!(
-            "dp {replicas}: {replicas} replicas of tp {tp_size} are {} ranks and make {:.0} tokens/s together under the whole \
+            "dp {replicas}: {replicas} replicas of {} are {} ranks and make {:.0} tokens/s together under the whole \
              load; a single request is no faster than with one replica.",
-            replicas * tp_size,
+            of_replica(tp_size, plan.workload.stages),
+            replicas * tp_size * plan.workload.stages,
             cost.decode_tokens_per_s * replicas as f64
         )
     })
+}
+
+/// The axes of one replica.
+fn of_replica(tp_size: usize, stages: usize) -> String {
+    match stages {
+        1 => format!("tp {tp_size}"),
+        _ => format!("tp {tp_size} x pp {stages}"),
+    }
+}
+
+/// What the stages of the recommended tp size hold and take, and what the pipeline is worth.
+fn stages(plan: &Plan) -> Vec<String> {
+    let choice = plan.choices.iter().find(|choice| Some(choice.tp_size) == plan.recommended);
+    let Some(choice) = choice.filter(|choice| !choice.stages.is_empty()) else { return Vec::new() };
+    let (count, load) = (choice.stages.len(), &plan.workload);
+    let mut sentences = vec![format!(
+        "pp {count}: {} ranks a replica. Stages wait {:.0} % of the time under {}, and {:.0} % with a single request, which goes \
+         through one after the other; have at least {count} requests at once.",
+        count * choice.tp_size,
+        100.0 * choice.bubble,
+        load_in_words(plan),
+        100.0 * (1.0 - 1.0 / count as f64)
+    )];
+    sentences.extend(choice.stages.iter().enumerate().map(|(number, stage)| {
+        format!(
+            "stage {number} has layers {} to {}: weights {}, activations {}, {} KV pages, {:.2} ms for a step of {} requests.",
+            stage.layers.start,
+            stage.layers.end - 1,
+            size(stage.memory.weight_bytes),
+            size(stage.memory.activation_bytes),
+            stage.memory.pages,
+            stage.cost.decode_all_ms,
+            load.concurrency.div_ceil(count)
+        )
+    }));
+    sentences
 }
 
 fn size(bytes: u64) -> String {

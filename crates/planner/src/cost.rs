@@ -5,9 +5,10 @@
 //! request; with a sliding window only the window's.
 
 use crate::device::Device;
+use crate::pipeline::Part;
 use crate::{Facts, Workload};
-use lockstep_core::ParallelInfo;
 use lockstep_core::shard::{Group, HeadShard, VocabShard, WeightRule};
+use lockstep_core::{ParallelInfo, StageLayers};
 use lockstep_model::rules::ModelRules;
 use serde::Serialize;
 
@@ -43,6 +44,7 @@ struct Sizes<'a> {
     device: &'a Device,
     workload: &'a Workload,
     p: ParallelInfo,
+    stage: StageLayers,
     /// Weight bytes that every step reads.
     dense_bytes: f64,
     /// Weight bytes of all experts.
@@ -56,17 +58,11 @@ struct Sizes<'a> {
 }
 
 impl Cost {
-    /// The costs of the rank at `p`. Panics when the tp size is illegal.
-    pub fn new(
-        facts: &Facts<'_>,
-        rules: &ModelRules,
-        device: &Device,
-        workload: &Workload,
-        p: ParallelInfo,
-    ) -> Self {
-        let sizes = Sizes::new(facts, rules, device, workload, p);
+    /// The costs of the rank that has this part. Panics when the tp size is illegal.
+    pub fn new(facts: &Facts<'_>, device: &Device, workload: &Workload, part: Part) -> Self {
+        let sizes = Sizes::new(facts, device, workload, part);
         let config = facts.config;
-        let all_reduces = if p.tp_size == 1 { 0 } else { 2 * config.num_layers + 1 };
+        let all_reduces = if part.p.tp_size == 1 { 0 } else { sizes.sums() };
         let decode_one_ms = sizes.decode_ms(1);
         let decode_all_ms = sizes.decode_ms(workload.concurrency);
         let prefill_ms = sizes.prefill_ms();
@@ -84,15 +80,35 @@ impl Cost {
     }
 }
 
+impl Cost {
+    /// What `workload` costs on all stages, of which each has these costs for a step with an even part of its requests.
+    /// Hops between them are left out.
+    pub fn of_stages(stages: &[Self], workload: &Workload) -> Self {
+        let sum = |value: fn(&Self) -> f64| stages.iter().map(value).sum::<f64>();
+        let max = |value: fn(&Self) -> f64| stages.iter().map(value).fold(0.0, f64::max);
+        let steps = workload.concurrency.min(stages.len()) as f64;
+        // A token of every request: the slowest stage computes all steps in flight, and none is done before its last stage.
+        let decode_all_ms = (max(|c| c.decode_all_ms) * steps).max(sum(|c| c.decode_all_ms));
+        let chunks = workload.context.div_ceil(workload.chunk) as f64;
+        let prefill_ms = (sum(|c| c.prefill_ms) + (chunks - 1.0) * max(|c| c.prefill_ms)) / chunks;
+        Self {
+            all_reduces_per_step: stages.iter().map(|c| c.all_reduces_per_step).sum(),
+            all_reduce_bytes_per_token: stages.first().map_or(0, |c| c.all_reduce_bytes_per_token),
+            decode_one_ms: sum(|c| c.decode_one_ms),
+            decode_all_ms,
+            decode_one_collectives_ms: sum(|c| c.decode_one_collectives_ms),
+            overhead_ms: sum(|c| c.overhead_ms),
+            decode_tokens_per_s: workload.concurrency as f64 / decode_all_ms * 1e3,
+            prefill_ms,
+            prefill_tokens_per_s: workload.context as f64 / prefill_ms * 1e3,
+        }
+    }
+}
+
 impl<'a> Sizes<'a> {
-    fn new(
-        facts: &'a Facts<'a>,
-        rules: &ModelRules,
-        device: &'a Device,
-        workload: &'a Workload,
-        p: ParallelInfo,
-    ) -> Self {
-        let config = facts.config;
+    fn new(facts: &'a Facts<'a>, device: &'a Device, workload: &'a Workload, part: Part) -> Self {
+        let (config, p) = (facts.config, part.p);
+        let rules = &ModelRules::of_stage(config, part.stage);
         let bytes = |rule: &WeightRule| {
             let weight_type = rule.weight_type(p, &rules.exact_tp_sizes, facts.type_of);
             weight_type.packed_bytes(rule.local_elements(p)) as f64
@@ -112,18 +128,19 @@ impl<'a> Sizes<'a> {
             };
             dense_macs += share * rule.local_elements(p) as f64;
         }
-        let head = rules.head.as_ref().unwrap_or(&rules.embedding);
-        dense_bytes += bytes(head);
+        let head = rules.output_head();
+        dense_bytes += head.map_or(0.0, bytes);
         let heads = HeadShard::new(config.num_heads, config.num_kv_heads, p.tp_rank, p.tp_size);
         Self {
             facts,
             device,
             workload,
             p,
+            stage: part.stage,
             dense_bytes,
             expert_bytes,
             dense_macs,
-            head_macs: head.local_elements(p) as f64,
+            head_macs: head.map_or(0.0, |head| head.local_elements(p) as f64),
             local_heads: heads.query_heads.len() as f64,
             local_kv_heads: heads.kv_heads.len() as f64,
         }
@@ -132,7 +149,8 @@ impl<'a> Sizes<'a> {
     /// Sum over layers of the positions that a token at `position` sees.
     fn seen(&self, position: f64) -> f64 {
         let config = self.facts.config;
-        (0..config.num_layers)
+        self.stage
+            .range()
             .map(|layer| config.window(layer).map_or(position, |window| position.min(window as f64)))
             .sum()
     }
@@ -174,14 +192,19 @@ impl<'a> Sizes<'a> {
     }
 
     fn roofline_ms(&self, bytes: f64, macs: f64) -> f64 {
-        let share = self.device.rank_share(self.p.tp_size);
+        let share = self.device.rank_share(self.p.replica_size());
         let moving = bytes / (self.device.bandwidth_gbs * 1e9 * share);
         let computing = 2.0 * macs / (self.device.tflops * 1e12 * share);
         moving.max(computing) * 1e3
     }
 
     fn overhead_ms(&self, steps: usize) -> f64 {
-        (steps * self.facts.config.num_layers) as f64 * self.device.layer_overhead_us / 1e3
+        (steps * self.stage.count()) as f64 * self.device.layer_overhead_us / 1e3
+    }
+
+    /// All-reduces of a step on several ranks.
+    fn sums(&self) -> usize {
+        2 * self.stage.count() + usize::from(self.stage.embeds())
     }
 
     /// All-reduces over `tokens` and the gather of the logits of `rows`, of one step.
@@ -193,6 +216,7 @@ impl<'a> Sizes<'a> {
         let one = |bytes: f64| self.device.sum_us(bytes, self.p.tp_size) / 1e3;
         let sum = one((tokens * config.hidden_size * self.device.kind.activation_bytes()) as f64);
         let vocab = VocabShard::new(config.vocab_size, self.p.tp_rank, self.p.tp_size).padded.len();
-        (2 * config.num_layers + 1) as f64 * sum + one((rows * vocab) as f64 * LOGIT_BYTES)
+        let logits = if self.stage.has_logits() { one((rows * vocab) as f64 * LOGIT_BYTES) } else { 0.0 };
+        self.sums() as f64 * sum + logits
     }
 }

@@ -5,6 +5,7 @@
 //! | [`device`] | what a device can do: the editable table `devices.json`, `cpu:24g`, this machine |
 //! | [`memory`] | what each rank will hold, from the shard rules that the loader follows |
 //! | [`cost`] | bytes, operations and messages of a step, and the time they take |
+//! | [`pipeline`] | both for the stages of a pipeline, and how long they wait for each other |
 //! | [`advice`] | what follows from the numbers, in words |
 //! | [`table`] | the report as text |
 //!
@@ -16,6 +17,7 @@ pub mod advice;
 pub mod cost;
 pub mod device;
 pub mod memory;
+pub mod pipeline;
 pub mod table;
 
 pub use device::{Device, DeviceKind, DeviceTable};
@@ -23,9 +25,10 @@ pub use device::{Device, DeviceKind, DeviceTable};
 use cost::Cost;
 use lockstep_core::shard;
 use lockstep_core::shard::Group;
-use lockstep_core::{ModelConfig, ParallelInfo, WeightType};
+use lockstep_core::{ConfigError, ModelConfig, ParallelInfo, StageLayers, WeightType};
 use lockstep_model::rules::ModelRules;
 use memory::RankMemory;
+use pipeline::{Pipeline, Stage};
 use serde::Serialize;
 
 /// Why there is no plan.
@@ -58,6 +61,9 @@ pub enum PlanError {
         /// The model's limit.
         max: usize,
     },
+    /// Stages that the model cannot be cut into.
+    #[error(transparent)]
+    Stages(#[from] ConfigError),
 }
 
 /// What is known of a model without its weights.
@@ -86,6 +92,8 @@ pub struct Workload {
     pub page_size: usize,
     /// Share of the device's memory that ranks may use.
     pub memory_ratio: f64,
+    /// Pipeline stages of each replica (`--pp`).
+    pub stages: usize,
     /// Replicas that share the requests (`--dp`).
     pub replicas: usize,
 }
@@ -97,7 +105,8 @@ impl Workload {
             DeviceKind::Gpu => (32, 8192, 0.9),
             DeviceKind::Cpu => (8, 512, 0.5),
         };
-        Self { context: max_position.min(8192), concurrency, chunk, page_size: 16, memory_ratio, replicas: 1 }
+        let context = max_position.min(8192);
+        Self { context, concurrency, chunk, page_size: 16, memory_ratio, stages: 1, replicas: 1 }
     }
 }
 
@@ -110,8 +119,12 @@ pub struct Choice {
     pub illegal: Option<String>,
     /// What one rank (the fullest) holds.
     pub memory: Option<RankMemory>,
-    /// What a step costs.
+    /// What a step costs, on all stages together.
     pub cost: Option<Cost>,
+    /// Each pipeline stage by itself, where there are several.
+    pub stages: Vec<Stage>,
+    /// Share of the time in which a stage waits for another under the load.
+    pub bubble: f64,
 }
 
 /// The answer of `lockstep plan`.
@@ -151,17 +164,20 @@ pub fn plan(facts: &Facts<'_>, device: &Device, workload: Workload) -> Result<Pl
     let device = &device.share_of(workload.replicas);
     let concurrency = workload.concurrency.div_ceil(workload.replicas);
     let workload = Workload { concurrency, ..workload };
-    let rules = ModelRules::new(config);
+    let layers = StageLayers::of_stages(config, workload.stages, None)?;
     let choices: Vec<Choice> = (1..=SHOWN_MAX)
         .filter_map(|tp_size| {
             let illegal = shard::check_tp_size(config, tp_size as i64).err().map(|e| e.to_string());
             (illegal.is_none() || SHOWN.contains(&tp_size)).then(|| match illegal {
-                Some(_) => Choice { tp_size, illegal, memory: None, cost: None },
-                None => choice(facts, &rules, device, &workload, tp_size),
+                Some(_) => {
+                    Choice { tp_size, illegal, memory: None, cost: None, stages: Vec::new(), bubble: 0.0 }
+                }
+                None => choice(facts, device, &workload, (tp_size, &layers)),
             })
         })
         .collect();
-    let parameters = rules.iter().map(|rule| rule.local_elements(ParallelInfo::SINGLE) as u64).sum();
+    let parameters =
+        ModelRules::new(config).iter().map(|rule| rule.local_elements(ParallelInfo::SINGLE) as u64).sum();
     let mut plan = Plan {
         model: describe(config, parameters),
         source: facts.source.clone(),
@@ -180,16 +196,13 @@ pub fn plan(facts: &Facts<'_>, device: &Device, workload: Workload) -> Result<Pl
 
 fn choice(
     facts: &Facts<'_>,
-    rules: &ModelRules,
     device: &Device,
     workload: &Workload,
-    tp_size: usize,
+    (tp_size, layers): (usize, &[StageLayers]),
 ) -> Choice {
-    // Rank 0 is the fullest: padding of the vocabulary falls on the last ranks.
-    let parallel = ParallelInfo::tensor_parallel(0, tp_size);
-    let memory = RankMemory::new(facts, rules, device, workload, parallel);
-    let cost = Cost::new(facts, rules, device, workload, parallel);
-    Choice { tp_size, illegal: None, memory: Some(memory), cost: Some(cost) }
+    let Pipeline { stages, memory, cost, bubble } = Pipeline::new(facts, device, workload, (tp_size, layers));
+    let stages = if stages.len() > 1 { stages } else { Vec::new() };
+    Choice { tp_size, illegal: None, memory: Some(memory), cost: Some(cost), stages, bubble }
 }
 
 fn describe(config: &ModelConfig, parameters: u64) -> String {

@@ -1,9 +1,9 @@
 //! What one rank will hold, computed as the server computes it.
 
 use crate::device::{Device, GIB};
+use crate::pipeline::Part;
 use crate::{Facts, Workload};
 use lockstep_backend::cpu::CpuBackend;
-use lockstep_core::ParallelInfo;
 use lockstep_core::shard::HeadShard;
 use lockstep_model::rules::ModelRules;
 use lockstep_model::{ShardBytes, Workspace};
@@ -28,7 +28,7 @@ pub struct RankMemory {
     pub graph_bytes: u64,
     /// What ranks send each other; 0 on one rank.
     pub communication_bytes: u64,
-    /// K and V of one token over all layers.
+    /// K and V of one token over all its layers.
     pub kv_bytes_per_token: u64,
     /// KV pages that the rest of the budget holds.
     pub pages: u64,
@@ -41,24 +41,20 @@ pub struct RankMemory {
 }
 
 impl RankMemory {
-    /// The memory of the rank at `p`. Panics when the tp size is illegal.
-    pub fn new(
-        facts: &Facts<'_>,
-        rules: &ModelRules,
-        device: &Device,
-        workload: &Workload,
-        p: ParallelInfo,
-    ) -> Self {
+    /// The memory of the rank that has this part. Panics when the tp size is illegal.
+    pub fn new(facts: &Facts<'_>, device: &Device, workload: &Workload, Part { p, stage }: Part) -> Self {
         let config = facts.config;
-        let shard = ShardBytes::of(rules, p, facts.type_of);
+        let shard = ShardBytes::of(&ModelRules::of_stage(config, stage), p, facts.type_of);
         let heads = HeadShard::new(config.num_heads, config.num_kv_heads, p.tp_rank, p.tp_size);
-        let rows = workload.concurrency;
+        // Logits are the last stage's.
+        let rows = if stage.has_logits() { workload.concurrency } else { 0 };
         // f32 in the CPU backend; a GPU keeps activations in 16 bits.
-        let f32_bytes = Workspace::<CpuBackend>::bytes(config, p, workload.chunk + rows, rows);
+        let f32_bytes =
+            Workspace::<CpuBackend>::bytes(config, p, workload.chunk + workload.concurrency, rows);
         let activation_bytes = (f32_bytes * device.kind.activation_bytes() / size_of::<f32>()) as u64;
-        let elements = 2 * config.num_layers * heads.kv_heads.len() * config.head_dim;
+        let elements = 2 * stage.count() * heads.kv_heads.len() * config.head_dim;
         let kv_bytes_per_token = (elements * device.kind.activation_bytes()) as u64;
-        let budget_bytes = device.rank_budget_bytes(workload.memory_ratio, p.tp_size);
+        let budget_bytes = device.rank_budget_bytes(workload.memory_ratio, p.replica_size());
         let gib = |gib: f64| (gib * GIB) as u64;
         let mut memory = Self {
             budget_bytes,
@@ -68,7 +64,7 @@ impl RankMemory {
             driver_bytes: gib(device.driver_gib),
             workspace_bytes: gib(device.workspace_gib),
             graph_bytes: gib(device.graphs_gib),
-            communication_bytes: if p.tp_size > 1 { gib(device.communication_gib) } else { 0 },
+            communication_bytes: if p.replica_size() > 1 { gib(device.communication_gib) } else { 0 },
             kv_bytes_per_token,
             pages: 0,
             kv_replicas: heads.kv_replicas,

@@ -38,10 +38,17 @@ pub fn render(plan: &Plan) -> String {
         load.page_size,
         100.0 * load.memory_ratio
     ));
+    if load.stages > 1 {
+        line(format!(
+            "stages: {0} (pp {0}); memory is that of the fullest rank, time that of all stages; a replica has {0} x tp ranks",
+            load.stages
+        ));
+    }
     if load.replicas > 1 {
         line(format!(
-            "replicas: {0} (dp {0}); each column is one of them, with its share of the load{1}; ranks in all are {0} x tp",
+            "replicas: {0} (dp {0}); each column is one of them, with its share of the load{2}; ranks in all are {1} x tp",
             load.replicas,
+            load.replicas * load.stages,
             if plan.device.kind == DeviceKind::Cpu { " and of the machine" } else { "" }
         ));
     }

@@ -70,6 +70,7 @@ impl Greedy {
             vocab_size,
             backend,
             collective,
+            pipeline: None,
             decoder,
             cache,
             work,

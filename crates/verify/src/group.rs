@@ -244,7 +244,7 @@ fn load(spec: Spec<'_>, rank: usize, region: &Arc<SharedRegion>) -> Seat {
         }
         Device::Cuda { dtype } => {
             let replica = Box::new(ShmGroup::new(Arc::clone(region), rank, options)?);
-            let groups = Groups { replica, tensors: collective };
+            let groups = Groups { replica, tensors: collective, pipeline: None };
             let Joined { backend, mut groups } = gpu::join(spec.gpus, dtype, PATIENCE, groups)?;
             let free_bytes = backend.free_bytes()?;
             // Nobody takes memory before all who share a GPU have asked how much is free.

@@ -2,6 +2,7 @@
 
 use lockstep_core::{FinishReason, Refusal, RequestId, TokenId};
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 /// What the api receives.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -262,6 +263,8 @@ pub struct RankInfo {
     pub pid: u32,
     /// Label such as `TP0`.
     pub label: String,
+    /// Layers of the model that it has, its pipeline stage's.
+    pub layers: Range<usize>,
     /// Device and instruction set, e.g. `cpu avx512 x1`.
     pub device: String,
     /// Bytes of weights this rank holds.

@@ -65,25 +65,25 @@ fn encode_collectives(encoder: &mut DescriptorEncoder<'_>, watched: &Watched) ->
 }
 
 fn encode_lateness(encoder: &mut DescriptorEncoder<'_>, watched: &Watched) -> std::fmt::Result {
-    let by_replica = watched.by_replica().map(|marks| lateness(watched, marks, Track::Tensors));
-    let by_replica: Vec<Vec<f64>> = by_replica.collect();
-    if by_replica.iter().all(Vec::is_empty) {
+    let by_group = watched.by_tp_group().map(|marks| lateness(watched, marks, Track::Tensors));
+    let by_group: Vec<Vec<f64>> = by_group.collect();
+    if by_group.iter().all(Vec::is_empty) {
         return Ok(());
     }
-    let help = "How much later than the first rank a rank came to a collective of tensors: the mean over the latest.";
+    let help = "How much later than the first rank of its stage a rank came to a collective of tensors: the mean over the latest.";
     let name = "rank_lateness_seconds";
     let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-    let replica_size = watched.ranks.len() / by_replica.len();
-    for (replica, lateness) in by_replica.iter().enumerate() {
+    let group_size = watched.ranks.len() / by_group.len();
+    for (group, lateness) in by_group.iter().enumerate() {
         for (at, seconds) in lateness.iter().enumerate() {
-            let labels = [("rank", (replica * replica_size + at).to_string())];
+            let labels = [("rank", (group * group_size + at).to_string())];
             ConstGauge::new(*seconds).encode(family.encode_family(&labels)?)?;
         }
     }
     Ok(())
 }
 
-/// Mean lateness of the ranks `marks` of a replica, over the latest operations that every one's ring still holds;
+/// Mean lateness of the ranks `marks` of a TP group, over the latest operations that every one's ring still holds;
 /// empty without any.
 fn lateness(watched: &Watched, marks: &[usize], track: Track) -> Vec<f64> {
     let mut arrivals: BTreeMap<u64, Vec<u64>> = BTreeMap::new();

@@ -119,7 +119,7 @@ fn measured(
     unsafe { NcclCollective::prepare_environment() };
     let options = ShmOptions { deadline: PATIENCE, ranks_share_cores: false };
     let ends = shm::as_threads(ranks, options, |group, collective| {
-        let groups = Groups { replica: Box::new(group), tensors: Box::new(collective) };
+        let groups = Groups { replica: Box::new(group), tensors: Box::new(collective), pipeline: None };
         let Joined { mut backend, mut groups } = gpu::join(plan, dtype, PATIENCE, groups)?;
         let mut sample = |size: &SumSize| backend.time_sums(&*groups.tensors, &mut *groups.replica, *size);
         sizes.iter().map(|size| sample(size).map_err(EngineError::from)).collect()

@@ -13,11 +13,11 @@ use lockstep_backend::Backend;
 use lockstep_comm::NcclCollective;
 use lockstep_comm::link::Endpoint;
 use lockstep_comm::shm::{SharedRegion, ShmLayout};
-use lockstep_core::{ExitCode, ModelConfig, ParallelInfo, RequestId, SamplingParams};
+use lockstep_core::{ExitCode, ModelConfig, ParallelInfo, RequestId, SamplingParams, StageLayers, Topology};
 use lockstep_engine::links::RankLinks;
 use lockstep_engine::offline::{self, OfflineLink, OfflineReport};
 use lockstep_engine::start::{self, Groups};
-use lockstep_engine::{DummySpec, EngineError, RankConfig};
+use lockstep_engine::{DeviceConfig, DummySpec, EngineError, RankConfig};
 use lockstep_wire::{SubmitRequest, TextParams};
 use std::path::Path;
 use std::sync::mpsc;
@@ -48,7 +48,8 @@ pub fn offline(flags: &OfflineFlags) -> Result<()> {
     let (output, rate) = (report.output_tokens, report.output_tokens as f64 / seconds);
     if flags.engine.json {
         let json = serde_json::json!({
-            "model": flags.engine.model, "tp": flags.engine.tp, "device": flags.engine.device,
+            "model": flags.engine.model, "tp": flags.engine.tp, "pp": flags.engine.pp,
+            "device": flags.engine.device,
             "requests": flags.requests, "input_tokens": inputs, "output_tokens": output, "steps": report.steps.len(),
             "seconds": seconds, "output_tokens_per_second": rate,
         });
@@ -90,7 +91,8 @@ pub fn latency(flags: &LatencyFlags) -> Result<()> {
         let step = report.step_time(batch).map(|time| time.as_secs_f64() * 1e3);
         if flags.engine.json {
             let json = serde_json::json!({
-                "model": flags.engine.model, "tp": flags.engine.tp, "device": flags.engine.device, "batch": batch,
+                "model": flags.engine.model, "tp": flags.engine.tp, "pp": flags.engine.pp,
+                "device": flags.engine.device, "batch": batch,
                 "prompt": flags.prompt, "prefill_ms": prefill, "tpot_ms": step,
             });
             say_line(format_args!("{json}"))?;
@@ -114,7 +116,10 @@ pub fn latency(flags: &LatencyFlags) -> Result<()> {
 struct Engine {
     config: RankConfig,
     vocab_size: usize,
-    ranks: usize,
+    topology: Topology,
+    stages: Vec<StageLayers>,
+    /// Bytes of activations that may be on their way from one rank to another.
+    transfer_bytes: usize,
 }
 
 impl Engine {
@@ -131,9 +136,19 @@ impl Engine {
             .gpus
             .device(&flags.device, flags.memory.memory_ratio, (flags.tp, 1))
             .map_err(&flag_error)?;
-        let threads = flags.threads.unwrap_or_else(super::cores).div_ceil(flags.tp).max(1);
+        let stages =
+            StageLayers::of_stages(&model, flags.pp, None).map_err(CliError::with(ExitCode::Flags))?;
+        if device != DeviceConfig::Cpu && flags.pp > 1 {
+            let sentence = format!("--pp {} is for --device cpu; use --tp on GPUs", flags.pp);
+            return Err(CliError::new(ExitCode::Flags, sentence));
+        }
+        let topology = Topology { pp_size: flags.pp, ..Topology::tensor_parallel(flags.tp) };
+        let ranks = topology.world_size();
+        let threads = flags.threads.unwrap_or_else(super::cores).div_ceil(ranks).max(1);
         let (memory_budget_bytes, memory_budget_origin) =
-            serve::budget(flags.memory.memory_ratio.unwrap_or(serve::CPU_MEMORY_RATIO), flags.tp)?;
+            serve::budget(flags.memory.memory_ratio.unwrap_or(serve::CPU_MEMORY_RATIO), ranks)?;
+        let batching = flags.batching.batching(&device);
+        let transfer_bytes = batching.transfer_bytes(model.hidden_size, flags.pp);
         let unused = || Endpoint::private("bench", "unused");
         let links = RankLinks {
             replica: 0,
@@ -144,6 +159,7 @@ impl Engine {
         };
         let config = RankConfig {
             parallel: ParallelInfo::SINGLE,
+            stage: stages[0],
             model: path,
             eos_tokens: model.eos_tokens.clone(),
             weights: flags.weights.mode(&flags.device).map_err(&flag_error)?,
@@ -153,13 +169,13 @@ impl Engine {
             memory_budget_origin,
             num_pages: flags.memory.num_pages,
             allow_imbalance: flags.memory.allow_imbalance,
-            batching: flags.batching.batching(&device),
+            batching,
             device,
             collective_timeout_ms: PATIENCE.as_millis() as u64,
             flight_dir: None,
             links,
         };
-        Ok(Self { config, vocab_size: model.vocab_size, ranks: flags.tp })
+        Ok(Self { config, vocab_size: model.vocab_size, topology, stages, transfer_bytes })
     }
 
     /// Requests of (prompt, answer) lengths with random prompts.
@@ -194,18 +210,19 @@ impl Engine {
     /// Loads the model on every rank and runs the sets one after the other; gives rank 0's reports.
     fn run(&self, sets: Vec<Vec<SubmitRequest>>) -> Result<Vec<OfflineReport>> {
         let internal = CliError::with::<anyhow::Error>(ExitCode::Internal);
-        let layout =
-            ShmLayout::new(self.ranks, ShmLayout::SLOT_BYTES_DEFAULT).map_err(|e| internal(e.into()))?;
+        let ranks = self.topology.world_size();
+        let layout = ShmLayout::new(ranks, ShmLayout::SLOT_BYTES_DEFAULT).map_err(|e| internal(e.into()))?;
+        let layout = if self.stages.len() > 1 { layout.with_transfers(self.transfer_bytes) } else { layout };
         let region = SharedRegion::create(layout).map_err(|e| internal(e.into()))?;
-        let (followers, mut receivers): (Vec<_>, Vec<_>) = (1..self.ranks).map(|_| mpsc::channel()).unzip();
+        let (followers, mut receivers): (Vec<_>, Vec<_>) = (1..ranks).map(|_| mpsc::channel()).unzip();
         let started = Instant::now();
-        if self.ranks > 1 {
+        if ranks > 1 {
             // SAFETY: no rank's thread has been started, and no other thread touches the environment.
             unsafe { NcclCollective::prepare_environment() };
         }
         std::thread::scope(|scope| {
             let region = &region;
-            let others: Vec<_> = (1..self.ranks)
+            let others: Vec<_> = (1..ranks)
                 .map(|rank| {
                     let link = OfflineLink::Follower(receivers.remove(0));
                     scope.spawn(move || self.rank(rank, region, Sets { sets: Vec::new(), link, started }))
@@ -221,8 +238,8 @@ impl Engine {
     }
 
     fn rank(&self, rank: usize, region: &std::os::fd::OwnedFd, sets: Sets) -> Result<Vec<OfflineReport>> {
-        let parallel = ParallelInfo::tensor_parallel(rank, self.ranks);
-        let config = RankConfig { parallel, ..self.config.clone() };
+        let parallel = self.topology.place(rank);
+        let config = RankConfig { parallel, stage: self.stages[parallel.pp_rank], ..self.config.clone() };
         on_device(&config, region, None, sets).map_err(|e| CliError::new(e.exit_code(), e.to_string()))
     }
 }

@@ -190,9 +190,12 @@ pub struct EngineFlags {
     /// Make weights up from a seed; the model may then be a folder with only a config.json.
     #[arg(long)]
     pub dummy_weights: bool,
-    /// Ranks, as threads of this process.
+    /// Ranks of each stage, as threads of this process.
     #[arg(long, default_value_t = 1)]
     pub tp: usize,
+    /// Pipeline stages, on CPUs.
+    #[arg(long, default_value_t = 1)]
+    pub pp: usize,
     /// Which GPUs.
     #[command(flatten)]
     pub gpus: gpus::GpuFlags,

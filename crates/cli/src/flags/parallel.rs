@@ -4,6 +4,8 @@ use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use lockstep_api::engine::Replication;
 use lockstep_api::engine::router::{DpPolicy, REPLICAS_MAX};
+use lockstep_core::Topology;
+use lockstep_core::limits::TP_SIZE_MAX;
 
 /// Parallelism flags of `lockstep serve`.
 #[derive(Args, Debug)]
@@ -12,7 +14,16 @@ pub struct ParallelFlags {
     #[arg(long, visible_aliases = ["tp-size", "tensor-parallel-size"], default_value_t = 1, allow_negative_numbers = true)]
     pub tp: i64,
 
-    /// Data-parallel size: replicas of the whole model, each with `--tp` ranks and a KV pool of its own, behind one
+    /// Pipeline-parallel size: stages that have consecutive layers each, with `--tp` ranks, and pass activations on; as
+    /// many steps are in flight as there are stages.
+    #[arg(long, visible_aliases = ["pp-size", "pipeline-parallel-size"], default_value_t = 1, allow_negative_numbers = true)]
+    pub pp: i64,
+
+    /// Layers of each stage, such as 13,11 [default: so that stages compute about as long, the head counted].
+    #[arg(long, value_name = "LAYERS", value_delimiter = ',')]
+    pub pp_layers: Option<Vec<usize>>,
+
+    /// Data-parallel size: replicas of the whole model, each with `--tp` times `--pp` ranks and a KV pool of its own, behind one
     /// API.
     #[arg(long, visible_aliases = ["dp-size", "data-parallel-size"], default_value_t = 1, allow_negative_numbers = true)]
     pub dp: i64,
@@ -64,6 +75,17 @@ impl ParallelFlags {
         usize::try_from(self.dp).unwrap_or(1).clamp(1, REPLICAS_MAX)
     }
 
+    /// Stages of a replica; an illegal number counts as 1 until [`Self::check`] refuses it.
+    pub fn stages(&self) -> usize {
+        usize::try_from(self.pp).unwrap_or(1).clamp(1, TP_SIZE_MAX)
+    }
+
+    /// All axes; illegal numbers count as 1.
+    pub fn topology(&self) -> Topology {
+        let tp_size = usize::try_from(self.tp).unwrap_or(1).max(1);
+        Topology { tp_size, pp_size: self.stages(), dp_size: self.replicas() }
+    }
+
     /// How requests are spread over replicas of which each runs `running_max` requests and may have
     /// `requests_open_max` open.
     pub fn replication(&self, running_max: usize, requests_open_max: usize) -> Replication {
@@ -88,8 +110,8 @@ impl ParallelFlags {
     /// Child processes of the server: ranks, tokenizers, the detokenizer. An illegal `--tp` counts as 1: it is
     /// refused where the sizes that the model takes are known.
     pub fn children(&self) -> usize {
-        let tp = usize::try_from(self.tp).unwrap_or(1).max(1);
-        tp.saturating_mul(self.replicas()) + self.num_tokenizer + 1
+        let Topology { tp_size, pp_size, dp_size } = self.topology();
+        tp_size.saturating_mul(pp_size * dp_size) + self.num_tokenizer + 1
     }
 
     /// Checks that need no model.
@@ -97,11 +119,22 @@ impl ParallelFlags {
         if !(1..=REPLICAS_MAX as i64).contains(&self.dp) {
             bail!("--dp {} is outside 1..={REPLICAS_MAX} replicas", self.dp);
         }
+        if !(1..=TP_SIZE_MAX as i64).contains(&self.pp) {
+            bail!("--pp {} is outside 1..={TP_SIZE_MAX} stages", self.pp);
+        }
         // What is wrong with --tp itself is said with the sizes that the model takes.
-        let tp = usize::try_from(self.tp).unwrap_or(1).max(1);
-        let ranks = tp.saturating_mul(self.replicas());
+        let Topology { tp_size: tp, pp_size, dp_size } = self.topology();
+        let of_replica = tp.saturating_mul(pp_size);
+        if self.pp > 1 && of_replica > TP_SIZE_MAX {
+            bail!(
+                "--tp {tp} with --pp {pp_size} makes replicas of {of_replica} ranks, at most {TP_SIZE_MAX} are possible"
+            );
+        }
+        let ranks = of_replica.saturating_mul(dp_size);
         if self.dp > 1 && ranks > RANKS_MAX {
-            bail!("--tp {tp} with --dp {} makes {ranks} ranks, at most {RANKS_MAX} are possible", self.dp);
+            bail!(
+                "--tp {tp} with --pp {pp_size} and --dp {dp_size} makes {ranks} ranks, at most {RANKS_MAX} are possible"
+            );
         }
         if self.num_tokenizer > NUM_TOKENIZER_MAX {
             bail!("--num-tokenizer {} is above {NUM_TOKENIZER_MAX}", self.num_tokenizer);

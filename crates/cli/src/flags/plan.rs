@@ -37,6 +37,10 @@ pub struct PlanFlags {
     #[arg(long, visible_aliases = ["dp-size", "data-parallel-size"], default_value_t = 1)]
     pub dp: usize,
 
+    /// Pipeline stages of each replica, with layers balanced as `serve` does.
+    #[arg(long, visible_aliases = ["pp-size", "pipeline-parallel-size"], default_value_t = 1)]
+    pub pp: usize,
+
     /// Prefill tokens of a step [default: 8192, CPU 512].
     #[arg(long)]
     pub chunk: Option<usize>,

@@ -10,7 +10,7 @@ use crate::logging::LogSettings;
 use crate::pull;
 use lockstep_api::engine::Replication;
 use lockstep_api::{ApiKeys, OtlpEndpoint};
-use lockstep_core::{ExitCode, ModelConfig, TokenId, Topology, shard};
+use lockstep_core::{ExitCode, ModelConfig, StageLayers, TokenId, shard};
 use lockstep_engine::{Batching, DeviceConfig, DummySpec};
 use lockstep_launch::Layout;
 use lockstep_weights::GenerationDefaults;
@@ -43,6 +43,8 @@ pub struct ServePlan {
     pub replication: Replication,
     /// Which processes.
     pub layout: Layout,
+    /// Layers of each pipeline stage.
+    pub stages: Vec<StageLayers>,
     /// Threads of each rank.
     pub threads: usize,
     /// What ranks compute on.
@@ -55,7 +57,7 @@ pub struct ServePlan {
     pub rank_budget_bytes: usize,
     /// How that came about.
     pub budget_origin: String,
-    /// `--num-pages` of each rank.
+    /// `--num-pages` of each rank of a replica.
     pub num_pages: Vec<Option<usize>>,
     /// How long a rank waits for another.
     pub collective_timeout: Duration,
@@ -93,9 +95,10 @@ impl ServePlan {
         let described = Described::read(flags, &model_path)?;
         let model = described.config;
         shard::check_tp_size(&model, flags.parallel.tp).map_err(CliError::with(ExitCode::Flags))?;
-        let (tp, dp_size) = (flags.parallel.tp as usize, flags.parallel.replicas());
-        let topology = Topology { dp_size, ..Topology::tensor_parallel(tp) };
-        let ranks = topology.world_size();
+        let topology = flags.parallel.topology();
+        let (tp, ranks) = (topology.tp_size, topology.world_size());
+        let stages = StageLayers::of_stages(&model, topology.pp_size, flags.parallel.pp_layers.as_deref())
+            .map_err(CliError::with(ExitCode::Flags))?;
         check_context(flags, &model)?;
         let mut eos_tokens = described.eos_tokens;
         eos_tokens.extend(lockstep_tokenizer::eos_tokens_of(&model_path).map_err(&model_files)?);
@@ -122,6 +125,7 @@ impl ServePlan {
             dummy_weights: described.dummy,
             allow_imbalance: flags.memory.allow_imbalance,
             layout: Layout { topology, num_tokenizer: flags.parallel.num_tokenizer },
+            stages,
             replication: flags.parallel.replication(batching.running_max, requests_open_max),
             threads: flags.parallel.threads(cores, ranks).map_err(CliError::with(ExitCode::Flags))?,
             batching,
@@ -133,7 +137,7 @@ impl ServePlan {
                 .map_err(CliError::with(ExitCode::Flags))?,
             rank_budget_bytes,
             budget_origin,
-            num_pages: (0..tp).map(|rank| flags.memory.pages_of(rank)).collect(),
+            num_pages: (0..topology.replica_size()).map(|rank| flags.memory.pages_of(rank)).collect(),
             collective_timeout: Duration::from_secs_f64(flags.parallel.collective_timeout),
             grace: Duration::from_secs_f64(flags.server.grace_seconds),
             strict_api: flags.server.strict_api,
@@ -175,8 +179,18 @@ impl ServePlan {
         let places = topology.places().map(|place| format!("{} {}", place.rank(), place.label()));
         (topology.world_size() > topology.tp_size).then(|| {
             let places: Vec<_> = places.collect();
-            format!("ranks (tp fastest, then pp, then dp): {}", places.join(", "))
+            format!("ranks (tp fastest, then pp, then dp): {}{}", places.join(", "), self.stages_in_words())
         })
+    }
+
+    /// Who has which layers, where there are several stages.
+    fn stages_in_words(&self) -> String {
+        let stages = self.stages.iter().enumerate();
+        let words = stages.map(|(stage, layers)| format!("PP{stage} {} to {}", layers.first, layers.end - 1));
+        match self.stages.len() {
+            1 => String::new(),
+            _ => format!("; layers: {}", words.collect::<Vec<_>>().join(", ")),
+        }
     }
 }
 
@@ -210,7 +224,14 @@ impl Described {
 
 fn device(flags: &ServeFlags, tp: usize) -> anyhow::Result<DeviceConfig> {
     let sizes = (tp, flags.parallel.replicas());
-    flags.gpus.device(&flags.model.device, flags.memory.memory_ratio, sizes)
+    let device = flags.gpus.device(&flags.model.device, flags.memory.memory_ratio, sizes)?;
+    if device != DeviceConfig::Cpu && flags.parallel.stages() > 1 {
+        anyhow::bail!(
+            "--pp {} is for --device cpu: GPUs pass no activations from stage to stage yet; use --tp or --dp on them",
+            flags.parallel.pp
+        );
+    }
+    Ok(device)
 }
 
 fn check_flags(flags: &ServeFlags) -> anyhow::Result<()> {

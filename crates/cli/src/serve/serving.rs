@@ -394,10 +394,11 @@ fn detected_parsers(plan: &ServePlan, template: Option<&str>) -> ParserChoice {
 }
 
 /// What the api reads off the watch page.
-fn watched(server: &Server) -> Watched {
+fn watched(plan: &ServePlan, server: &Server) -> Watched {
     let loops = server.group.loops.iter().map(|l| (l.label.clone(), l.mark)).collect();
     let ranks = server.group.loops.iter().filter(|l| l.rank.is_some()).map(|l| l.mark).collect();
-    Watched { page: server.page.clone(), loops, ranks, replicas: server.group.replicas.len() }
+    let (replicas, stages) = (server.group.replicas.len(), plan.stages.len());
+    Watched { page: server.page.clone(), loops, ranks, replicas, stages }
 }
 
 fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Facts) -> Result<ApiConfig> {
@@ -427,7 +428,7 @@ fn api_config(plan: &ServePlan, flags: &ServerFlags, server: &Server, facts: Fac
         cors: plan.connections.cors.clone(),
         strict_api: plan.strict_api,
         created,
-        watch: Some(watched(server)),
+        watch: Some(watched(plan, server)),
         otlp: plan.otlp.clone(),
         ..ApiConfig::new(&plan.served_model_name, facts.engine.context_max, plan.model.vocab_size)
     })

@@ -112,7 +112,7 @@ impl Group {
         (dp_rank, incarnation): (usize, usize),
     ) -> Result<Replica> {
         let topology = plan.layout.topology;
-        let region = Arc::new(shared_memory(topology.replica_size())?);
+        let region = Arc::new(shared_memory(plan)?);
         let abort = AbortHandle::new(&region).map_err(CliError::with(ExitCode::Internal))?;
         // Fresh names: nothing that was meant for ranks that have died reaches their successors.
         let links = rank_links(&self.names, dp_rank, incarnation);
@@ -161,8 +161,14 @@ impl Group {
 }
 
 /// The memory that the ranks of a replica share; it has no name and ends with the processes.
-fn shared_memory(ranks: usize) -> Result<OwnedFd> {
-    ShmLayout::new(ranks, SLOT_BYTES).and_then(SharedRegion::create).map_err(|e| {
+fn shared_memory(plan: &ServePlan) -> Result<OwnedFd> {
+    let topology = plan.layout.topology;
+    let (ranks, batching) = (topology.replica_size(), &plan.batching);
+    let layout = ShmLayout::new(ranks, SLOT_BYTES).map(|layout| match topology.pp_size {
+        1 => layout,
+        stages => layout.with_transfers(batching.transfer_bytes(plan.model.hidden_size, stages)),
+    });
+    layout.and_then(SharedRegion::create).map_err(|e| {
         CliError::new(ExitCode::Memory, format!("cannot create shared memory for {ranks} ranks: {e}"))
     })
 }
@@ -205,6 +211,7 @@ fn rank_links(names: &Names, replica: usize, incarnation: usize) -> RankLinks {
 fn rank_config(plan: &ServePlan, parallel: ParallelInfo, links: RankLinks) -> RankConfig {
     RankConfig {
         parallel,
+        stage: plan.stages[parallel.pp_rank],
         model: plan.model_path.clone(),
         eos_tokens: plan.eos_tokens.clone(),
         weights: plan.weights,
@@ -213,7 +220,7 @@ fn rank_config(plan: &ServePlan, parallel: ParallelInfo, links: RankLinks) -> Ra
         threads: plan.threads,
         memory_budget_bytes: plan.rank_budget_bytes,
         memory_budget_origin: plan.budget_origin.clone(),
-        num_pages: plan.num_pages[parallel.tp_rank],
+        num_pages: plan.num_pages[parallel.replica_rank()],
         allow_imbalance: plan.allow_imbalance,
         batching: plan.batching.clone(),
         collective_timeout_ms: plan.collective_timeout.as_millis() as u64,

@@ -23,7 +23,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// First bytes of a recording; the last one is the format's version.
-const MAGIC: [u8; 8] = *b"LOCKFLT\x04";
+const MAGIC: [u8; 8] = *b"LOCKFLT\x05";
 /// Records of one segment: on a busy server about a minute, and a snapshot a minute costs nothing.
 pub const SEGMENT_BYTES: usize = 8 << 20;
 
