@@ -165,26 +165,24 @@ impl Kernel for Round {
                 let (x, zero) = ([S::load(start), S::load(start.add(LANES))], S::splat(0.0));
                 let sizes = [S::max(x[0], S::sub(zero, x[0])), S::max(x[1], S::sub(zero, x[1]))];
                 let largest = S::largest(S::max(sizes[0], sizes[1]));
-                // 0, or NaN when an element is not finite.
-                let check = S::sum(S::fma(x[0], zero, S::mul(x[1], zero)));
                 let inverse = if largest < TINY { 0.0 } else { CODE_MAX / largest };
-                let scale = if inverse == 0.0 { check } else { largest / CODE_MAX + check };
-                let mut sums = [0; 2];
+                let mut rounded = [zero; 2];
                 for half in 0..2 {
-                    let rounded = S::fma(x[half], S::splat(inverse), S::splat(ROUNDER));
-                    let mut words = [0.0f32; LANES];
-                    S::store(words.as_mut_ptr(), rounded);
-                    let bytes = self.bytes.add(group * BLOCK_ROWS * CODE_GROUP + half * LANES);
-                    for lane in 0..LANES {
-                        bytes.add(lane).write(words[lane].to_bits() as i8);
-                    }
-                    sums[half] = S::sum(S::sub(rounded, S::splat(ROUNDER))) as i32;
+                    let word = S::fma(x[half], S::splat(inverse), S::splat(ROUNDER));
+                    S::store_low_bytes(self.bytes.add(group * BLOCK_ROWS * CODE_GROUP + half * LANES), word);
+                    rounded[half] = S::sub(word, S::splat(ROUNDER));
                 }
-                if self.scales == 1 {
-                    sums[0] += sums[1];
-                }
+                // Small whole numbers, or NaN when an element is not finite: it is NaN itself, or `inverse` is 0.
+                let sums = match self.scales {
+                    1 => [S::sum(S::add(rounded[0], rounded[1])); 2],
+                    _ => [S::sum(rounded[0]), S::sum(rounded[1])],
+                };
+                let scale = match inverse {
+                    0.0 => 0.0 * (sums[0] + sums[1]),
+                    _ => largest / CODE_MAX + 0.0 * (sums[0] + sums[1]),
+                };
                 for index in 0..self.scales {
-                    let (scaled_sum, start) = (scale * sums[index] as f32, self.lowest * sums[index]);
+                    let (scaled_sum, start) = (scale * sums[index], self.lowest * sums[index] as i32);
                     let step = InputStep { scale, scaled_sum, start, unused: 0 };
                     self.steps.add((group * self.scales + index) * BLOCK_ROWS).write(step);
                 }

@@ -1,55 +1,39 @@
-//! The inner loop of products with codes.
+//! The inner loop of products of few rows with codes, and how codes are unpacked.
 
 use super::inputs::{BLOCK_ROWS, InputStep};
-use crate::cpu::matmul::HINT_AHEAD_BYTES;
+use crate::cpu::matmul::{HINT_AHEAD_BYTES, Levels, Run};
 use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
 use lockstep_core::{CODE_GROUP, CodeLayout};
 
 /// Bytes of one factor of 16 outputs.
-const FACTOR_BYTES: usize = 2 * LANES;
+pub(super) const FACTOR_BYTES: usize = 2 * LANES;
 /// Bytes of a vector or plane of codes.
-const VECTOR_BYTES: usize = 4 * LANES;
-/// Float sums that a kernel keeps in registers beside its integer sums.
-const FLOATS_IN_REGISTERS: usize = 8;
+pub(super) const VECTOR_BYTES: usize = 4 * LANES;
 /// Inputs of a vector of codes.
-const INPUTS: usize = 4;
+pub(super) const INPUTS: usize = 4;
 
-/// The sums over some groups of some rows times `T` tiles.
-#[derive(Clone, Copy)]
-pub(super) struct CodeShape {
-    /// The first row's first group and its steps, as [`CodedRows::at`](super::CodedRows::at) gives them; the other rows are
+/// The sums of one or two rows times `T` tiles over some runs of inputs, with the tree of their leaves: codes are unpacked in
+/// registers as they stream from memory.
+pub(super) struct CodeBlock<'a> {
+    /// The first row's first group and its steps, as [`CodedRows::at`](super::CodedRows::at) gives them; the other row is
     /// of the same block.
     pub x: (*const i8, *const InputStep),
-    /// Rows, at least 1.
+    /// Rows, 1 or 2.
     pub rows: usize,
     /// The first group of the first tile; tiles follow at `tile_stride` bytes.
     pub w: *const u8,
     pub tile_stride: usize,
     pub layout: CodeLayout,
-    pub groups: usize,
-    /// `[rows][T][16]` sums, which are written.
-    pub sums: *mut f32,
+    pub runs: &'a [Run],
+    pub levels: Levels,
 }
 
-impl CodeShape {
-    /// Rows that the next kernel takes of `left`, of at most `most` at once.
-    pub(super) const fn rows_at_once(left: usize, most: usize) -> usize {
-        match left {
-            8.. if most == 8 => 8,
-            // One pass with a row too much costs less than three.
-            7 if most == 8 => 7,
-            4.. if most >= 4 => 4,
-            2.. => 2,
-            _ => 1,
-        }
-    }
-
-    /// Runs the kernel for the rows: as many as [`rows_at_once`](Self::rows_at_once) says, with four tiles one or two.
+impl CodeBlock<'_> {
+    /// Runs the kernel for the rows.
     ///
     /// # Safety
-    /// The pointers are valid for what the fields describe; nobody else touches these rows of `sums`; the machine
-    /// supports `isa`.
-    pub(super) unsafe fn run<const T: usize>(self, isa: Isa) {
+    /// The pointers are valid for what the fields describe; nobody else touches the levels; the machine supports `isa`.
+    pub(super) unsafe fn run<const T: usize>(&self, isa: Isa) {
         // SAFETY: passed on to the caller.
         unsafe {
             match self.layout.bits() {
@@ -63,74 +47,64 @@ impl CodeShape {
 
     /// # Safety
     /// As [`run`](Self::run).
-    unsafe fn run_bits<const BITS: usize, const T: usize>(self, isa: Isa) {
+    unsafe fn run_bits<const BITS: usize, const T: usize>(&self, isa: Isa) {
         // SAFETY: passed on to the caller.
         unsafe {
             match self.rows {
                 1 => isa.run(Accumulate::<BITS, 1, T>(self)),
                 2 => isa.run(Accumulate::<BITS, 2, T>(self)),
-                // Constants, so that kernels with too few registers are not even compiled.
-                4 if const { T <= 2 } => isa.run(Accumulate::<BITS, 4, T>(self)),
-                7 | 8 if const { T <= 2 } => isa.run(Accumulate::<BITS, 8, T>(self)),
-                rows => unreachable!("no kernel takes {rows} rows of {T} tiles"),
+                rows => unreachable!("one or two rows, not {rows}"),
             }
         }
     }
 }
 
-/// [`CodeShape`] in registers: `M` rows, of which those from `rows` on are dropped.
+/// [`CodeBlock`] in registers.
 #[derive(Clone, Copy)]
-struct Accumulate<const BITS: usize, const M: usize, const T: usize>(CodeShape);
+struct Accumulate<'a, const BITS: usize, const M: usize, const T: usize>(&'a CodeBlock<'a>);
 
 /// The integer sums of `M` rows and `T` tiles.
 type Sums<S, const M: usize, const T: usize> = [[<S as Simd>::I; T]; M];
 
-impl<const BITS: usize, const M: usize, const T: usize> Kernel for Accumulate<BITS, M, T> {
+impl<const BITS: usize, const M: usize, const T: usize> Kernel for Accumulate<'_, BITS, M, T> {
     type Output = ();
 
     /// # Safety
-    /// As [`CodeShape::run`].
+    /// As [`CodeBlock::run`].
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let CodeShape { x: (mut x, mut steps), w, layout, .. } = self.0;
+        let CodeBlock { x: (mut x, mut steps), mut w, layout, levels, .. } = *self.0;
         let (factors, group_bytes) = (layout.factors() * FACTOR_BYTES, LANES * layout.packed_group_bytes());
         let bases = if layout.has_base() { layout.scales() * FACTOR_BYTES } else { 0 };
         let (stride, halves) = (self.0.tile_stride, layout.scales() == 2);
         // SAFETY: every row, tile and group named is below the counts that the caller promises; a block has `M` rows
-        // from the first on.
+        // from the first on, and the runs' groups follow each other.
         unsafe {
-            let mut acc = [[S::splat(0.0); T]; M];
-            let mut w = w;
-            for _ in 0..self.0.groups {
-                let codes = w.add(factors);
-                let mut sums = Self::start::<S>(steps);
-                Self::products::<S, 0>(codes, stride, x, &mut sums);
-                if halves {
-                    Self::finish::<S>(&sums, (w, stride, bases), steps, &mut acc);
+            for run in self.0.runs {
+                let mut acc = levels.begin::<S, M, T>(*run);
+                for _ in 0..run.inputs / CODE_GROUP {
+                    let codes = w.add(factors);
+                    let mut sums = Self::start::<S>(steps);
+                    Self::products::<S, 0>(codes, stride, x, &mut sums);
+                    if halves {
+                        Self::finish::<S>(&sums, (w, stride, bases), steps, &mut acc);
+                        steps = steps.add(BLOCK_ROWS);
+                        sums = Self::start::<S>(steps);
+                    }
+                    Self::products::<S, 1>(codes, stride, x, &mut sums);
+                    let second = w.add(if halves { FACTOR_BYTES } else { 0 });
+                    Self::finish::<S>(&sums, (second, stride, bases), steps, &mut acc);
                     steps = steps.add(BLOCK_ROWS);
-                    sums = Self::start::<S>(steps);
+                    x = x.add(BLOCK_ROWS * CODE_GROUP);
+                    w = w.add(group_bytes);
                 }
-                Self::products::<S, 1>(codes, stride, x, &mut sums);
-                let second = w.add(if halves { FACTOR_BYTES } else { 0 });
-                Self::finish::<S>(&sums, (second, stride, bases), steps, &mut acc);
-                steps = steps.add(BLOCK_ROWS);
-                x = x.add(BLOCK_ROWS * CODE_GROUP);
-                w = w.add(group_bytes);
-                if const { M * T > FLOATS_IN_REGISTERS } {
-                    // Needed once a group: in memory, so that the integer sums have the registers.
-                    std::hint::black_box(&mut acc);
-                }
-            }
-            for m in 0..M.min(self.0.rows) {
-                for t in 0..T {
-                    S::store(self.0.sums.add((m * T + t) * LANES), acc[m][t]);
-                }
+                levels.end::<S, M, T>(*run, acc);
             }
         }
     }
 }
 
-impl<const BITS: usize, const M: usize, const T: usize> Accumulate<BITS, M, T> {
+impl<const BITS: usize, const M: usize, const T: usize> Accumulate<'_, BITS, M, T> {
     /// What the products of a step start from.
     ///
     /// # Safety
@@ -190,12 +164,10 @@ impl<const BITS: usize, const M: usize, const T: usize> Accumulate<BITS, M, T> {
     ) {
         // SAFETY: passed on to the caller.
         unsafe {
-            if M <= 2 {
-                for t in 0..T {
-                    for line in 0..BITS / 2 {
-                        let ahead = HINT_AHEAD_BYTES + (HALF * (BITS / 2) + line) * 64;
-                        S::prefetch(codes.wrapping_add(t * tile_stride + ahead));
-                    }
+            for t in 0..T {
+                for line in 0..BITS / 2 {
+                    let ahead = HINT_AHEAD_BYTES + (HALF * (BITS / 2) + line) * VECTOR_BYTES;
+                    S::prefetch(codes.wrapping_add(t * tile_stride + ahead));
                 }
             }
             if HALF == 0 {
@@ -250,7 +222,7 @@ impl<const BITS: usize, const M: usize, const T: usize> Accumulate<BITS, M, T> {
 /// # Safety
 /// `codes` is valid for a group's codes of one tile; the machine supports `S`.
 #[inline(always)]
-unsafe fn unpack<S: Simd, const BITS: usize, const VECTOR: usize>(codes: *const u8) -> S::I {
+pub(super) unsafe fn unpack<S: Simd, const BITS: usize, const VECTOR: usize>(codes: *const u8) -> S::I {
     // SAFETY: the vectors named exist by the layout of `pack`.
     unsafe {
         if BITS == 8 {

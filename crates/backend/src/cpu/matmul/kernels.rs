@@ -1,13 +1,15 @@
 //! The inner loops of the matrix product: accumulate, widen a panel, join leaves, store.
 //!
-//! **Invariant:** for an output, [`Accumulate`] performs `acc = fma(x[k], w[k], acc)` for ascending
+//! **Invariant:** for an output, [`accumulate`] performs `acc = fma(x[k], w[k], acc)` for ascending
 //! `k`, whatever the register shape, so every shape gives the same bits.
 
+use super::SHAPE_ROWS_MAX;
+use super::runs::{Run, TREE_LEVELS};
 use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
 use std::marker::PhantomData;
 
 /// How a stored weight becomes f32 lanes.
-pub(in crate::cpu) trait Weight: Copy {
+pub(in crate::cpu) trait Weight: Copy + Sync {
     /// Bytes of 16 elements.
     const ROW_BYTES: usize;
 
@@ -66,7 +68,241 @@ pub(super) struct Stream {
     pub tile_stride: usize,
 }
 
-/// Adds the products of `inputs` inputs to the accumulators of some rows times `T` tiles.
+/// Lines of the next tiles that a block asks for beside its own work, some of each tile for every stretch of its inputs.
+/// Bursts of memory traffic that nothing overlaps with would cost as much as the products of a few rows.
+#[derive(Clone, Copy)]
+pub(in crate::cpu) struct NextTiles {
+    start: *const u8,
+    lines: usize,
+    stretch_bytes: usize,
+    tile_bytes: usize,
+}
+
+/// Inputs after which a block of floats asks again: the end of a short loop is mispredicted each time.
+pub(super) const STRETCH: usize = 96;
+/// Blocks from which the bursts are too rare to matter.
+const ASKING_BLOCKS_MAX: usize = 8;
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+impl NextTiles {
+    /// Nothing to ask for.
+    pub(in crate::cpu) const NONE: Self =
+        Self { start: std::ptr::null(), lines: 0, stretch_bytes: 0, tile_bytes: 0 };
+
+    /// The part of block `block` of `blocks`: tiles start at `start` and have `stretch_bytes` for every stretch.
+    pub(in crate::cpu) fn new(
+        start: *const u8,
+        (block, blocks): (usize, usize),
+        (stretch_bytes, tile_bytes): (usize, usize),
+    ) -> Self {
+        let lines = stretch_bytes.div_ceil(LINE).div_ceil(blocks);
+        let skipped = block * lines * LINE;
+        if skipped >= stretch_bytes || blocks > ASKING_BLOCKS_MAX {
+            return Self::NONE;
+        }
+        Self { start: start.wrapping_add(skipped), lines, stretch_bytes, tile_bytes }
+    }
+
+    /// Asks for one stretch of `T` tiles.
+    ///
+    /// # Safety
+    /// The machine supports `S`.
+    #[inline(always)]
+    pub(in crate::cpu) unsafe fn ask<S: Simd, const T: usize>(&mut self) {
+        for t in 0..T {
+            for line in 0..self.lines {
+                // SAFETY: hints need not be valid.
+                unsafe { S::prefetch_far(self.start.wrapping_add(t * self.tile_bytes + line * LINE)) };
+            }
+        }
+        self.start = self.start.wrapping_add(self.stretch_bytes);
+    }
+}
+
+/// Adds the products of `inputs` inputs of `M` rows and `T` tiles to `acc`. With `HINT` it asks for weights
+/// [`HINT_AHEAD_BYTES`] ahead: hardware prefetch alone left 10 % of the memory bandwidth unused. Where weights are in a
+/// near cache, hints cost 20 %.
+///
+/// # Safety
+/// `x` points to the inputs of every row and `w` to those of every tile; the machine supports `S`.
+#[inline(always)]
+unsafe fn accumulate<S: Simd, W: Weight, const M: usize, const T: usize, const HINT: bool>(
+    acc: &mut [[S::V; T]; M],
+    x: &[*const f32; M],
+    mut w: Stream,
+    inputs: usize,
+) {
+    for k in 0..inputs {
+        // SAFETY: `k < inputs` and `t < T`; hints need not be valid.
+        unsafe {
+            let mut weights = [S::splat(0.0); T];
+            for t in 0..T {
+                if HINT {
+                    S::prefetch(w.start.wrapping_add(t * w.tile_stride + HINT_AHEAD_BYTES));
+                }
+                weights[t] = W::load::<S>(w.start.add(t * w.tile_stride));
+            }
+            for m in 0..M {
+                let input = S::splat(*x[m].add(k));
+                for t in 0..T {
+                    acc[m][t] = S::fma(input, weights[t], acc[m][t]);
+                }
+            }
+        }
+        w.start = w.start.wrapping_add(w.step);
+    }
+}
+
+/// Memory of a block of rows for the subtrees of leaves that wait for their sibling: `[level][rows][T][16]`.
+#[derive(Clone, Copy)]
+pub(in crate::cpu) struct Levels {
+    start: *mut f32,
+    /// Elements of a level.
+    stride: usize,
+}
+
+impl Levels {
+    /// [`TREE_LEVELS`] levels of equal size.
+    pub(in crate::cpu) fn new(memory: &mut [f32]) -> Self {
+        Self { start: memory.as_mut_ptr(), stride: memory.len() / TREE_LEVELS }
+    }
+
+    /// Where level `level` starts.
+    #[inline(always)]
+    pub(in crate::cpu) fn at(&self, level: usize) -> *mut f32 {
+        self.start.wrapping_add(level * self.stride)
+    }
+
+    /// The sums of a run's leaf so far.
+    ///
+    /// # Safety
+    /// The levels hold `M` rows; nobody else touches them; the machine supports `S`.
+    #[inline(always)]
+    pub(in crate::cpu) unsafe fn begin<S: Simd, const M: usize, const T: usize>(
+        self,
+        run: Run,
+    ) -> [[S::V; T]; M] {
+        // SAFETY: a level has `T` tiles for each row.
+        unsafe {
+            let mut acc = [[S::splat(0.0); T]; M];
+            if !run.is_first {
+                for m in 0..M {
+                    for t in 0..T {
+                        acc[m][t] = S::load(self.at(run.level).add((m * T + t) * LANES));
+                    }
+                }
+            }
+            acc
+        }
+    }
+
+    /// Joins a run's sums with the subtrees that waited for them, if its leaf is complete, and leaves the result at its level.
+    ///
+    /// # Safety
+    /// As [`begin`](Self::begin).
+    #[inline(always)]
+    pub(in crate::cpu) unsafe fn end<S: Simd, const M: usize, const T: usize>(
+        self,
+        run: Run,
+        mut acc: [[S::V; T]; M],
+    ) {
+        // SAFETY: a level has `T` tiles for each row; a run joins no more levels than are below its own.
+        unsafe {
+            for below in 1..=run.joins {
+                let left = self.at(run.level - below);
+                for m in 0..M {
+                    for t in 0..T {
+                        acc[m][t] = S::add(S::load(left.add((m * T + t) * LANES)), acc[m][t]);
+                    }
+                }
+            }
+            let into = self.at(run.level - run.joins);
+            for m in 0..M {
+                for t in 0..T {
+                    S::store(into.add((m * T + t) * LANES), acc[m][t]);
+                }
+            }
+        }
+    }
+}
+
+/// Sums of some rows times `T` tiles over some runs of inputs, with the tree of their leaves. References all the way: copying
+/// pointers that were just written stalls a core.
+pub(super) struct Block<'a> {
+    /// The first of the inputs in each row; what is beyond `rows` is not read.
+    pub x: &'a [*const f32; SHAPE_ROWS_MAX],
+    /// Rows, 1 to 8.
+    pub rows: usize,
+    /// 16 elements of each input of each tile.
+    pub w: Stream,
+    pub next: NextTiles,
+    pub runs: &'a [Run],
+    pub levels: Levels,
+}
+
+impl Block<'_> {
+    /// Runs the smallest kernel that holds the rows.
+    ///
+    /// # Safety
+    /// The pointers are valid for what the fields describe; nobody else touches the levels; the machine supports `isa`.
+    pub(super) unsafe fn run<W: Weight, const T: usize, const HINT: bool>(&self, isa: Isa) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            match self.rows {
+                1 => isa.run(BlockRows::<W, 1, T, HINT>(self, PhantomData)),
+                2 => isa.run(BlockRows::<W, 2, T, HINT>(self, PhantomData)),
+                3 => isa.run(BlockRows::<W, 3, T, HINT>(self, PhantomData)),
+                4 => isa.run(BlockRows::<W, 4, T, HINT>(self, PhantomData)),
+                5 | 6 => isa.run(BlockRows::<W, 6, T, HINT>(self, PhantomData)),
+                7 | 8 => isa.run(BlockRows::<W, 8, T, HINT>(self, PhantomData)),
+                rows => unreachable!("blocks have 1 to 8 rows, not {rows}"),
+            }
+        }
+    }
+}
+
+/// [`Block`] in registers: `M` rows, of which those from `rows` on repeat the last one and are dropped.
+#[derive(Clone, Copy)]
+struct BlockRows<'a, W, const M: usize, const T: usize, const HINT: bool>(&'a Block<'a>, PhantomData<W>);
+
+impl<W: Weight, const M: usize, const T: usize, const HINT: bool> Kernel for BlockRows<'_, W, M, T, HINT> {
+    type Output = ();
+
+    /// # Safety
+    /// As [`Block::run`].
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let block = self.0;
+        let (mut w, mut next) = (block.w, block.next);
+        // SAFETY: rows, runs and levels are below the counts that the caller promises; the runs' inputs follow each
+        // other in `x` and `w`.
+        unsafe {
+            let mut x = [block.x[0]; M];
+            for m in 1..M {
+                x[m] = block.x[m.min(block.rows - 1)];
+            }
+            for run in block.runs {
+                let mut acc = block.levels.begin::<S, M, T>(*run);
+                let mut left = run.inputs;
+                while left > 0 {
+                    // All at once when there is nothing to ask for in between.
+                    let inputs = if next.lines == 0 { left } else { left.min(STRETCH) };
+                    next.ask::<S, T>();
+                    accumulate::<S, W, M, T, HINT>(&mut acc, &x, w, inputs);
+                    for m in 0..M {
+                        x[m] = x[m].wrapping_add(inputs);
+                    }
+                    w.start = w.start.wrapping_add(inputs * w.step);
+                    left -= inputs;
+                }
+                block.levels.end::<S, M, T>(*run, acc);
+            }
+        }
+    }
+}
+
+/// Adds the products of `inputs` inputs to the accumulators of some rows, here and there, times `T` tiles.
 #[derive(Clone, Copy)]
 pub(super) struct Shape {
     /// Input `k = 0` of row 0 of the activations; the others follow at `x_stride` elements.
@@ -74,17 +310,13 @@ pub(super) struct Shape {
     pub x_stride: usize,
     /// Rows, at least 1.
     pub rows: usize,
-    /// Which row of the activations each is, or null for 0, 1, ...
-    pub x_rows: *const u32,
-    /// Which row of `acc` each adds to, or null for 0, 1, ...
+    /// Which row of `acc` each adds to.
     pub acc_rows: *const u32,
     /// 16 elements of each input of each tile.
     pub w: Stream,
     pub inputs: usize,
     /// `[][T][16]` accumulators.
     pub acc: *mut f32,
-    /// Start from zero instead of from `acc`.
-    pub fresh: bool,
 }
 
 impl Shape {
@@ -97,35 +329,24 @@ impl Shape {
         // SAFETY: passed on to the caller.
         unsafe {
             match self.rows {
-                1 => isa.run(Accumulate::<W, 1, T, HINT>(self, PhantomData)),
-                2 => isa.run(Accumulate::<W, 2, T, HINT>(self, PhantomData)),
-                3 => isa.run(Accumulate::<W, 3, T, HINT>(self, PhantomData)),
-                4 => isa.run(Accumulate::<W, 4, T, HINT>(self, PhantomData)),
-                5 | 6 => isa.run(Accumulate::<W, 6, T, HINT>(self, PhantomData)),
-                7 | 8 => isa.run(Accumulate::<W, 8, T, HINT>(self, PhantomData)),
+                1 => isa.run(ShapeRows::<W, 1, T, HINT>(self, PhantomData)),
+                2 => isa.run(ShapeRows::<W, 2, T, HINT>(self, PhantomData)),
+                3 => isa.run(ShapeRows::<W, 3, T, HINT>(self, PhantomData)),
+                4 => isa.run(ShapeRows::<W, 4, T, HINT>(self, PhantomData)),
+                5 | 6 => isa.run(ShapeRows::<W, 6, T, HINT>(self, PhantomData)),
+                7 | 8 => isa.run(ShapeRows::<W, 8, T, HINT>(self, PhantomData)),
                 rows => unreachable!("shapes have 1 to 8 rows, not {rows}"),
             }
         }
     }
 }
 
-/// Entry `row` of a list, or `row` itself without one.
-///
-/// # Safety
-/// `list` is null or has the entry.
-#[inline(always)]
-unsafe fn listed(list: *const u32, row: usize) -> usize {
-    // SAFETY: passed on to the caller.
-    if list.is_null() { row } else { unsafe { *list.add(row) as usize } }
-}
-
 /// [`Shape`] in registers: `M` rows, of which those from `rows` on repeat the last one and are
-/// dropped. With `HINT` it asks for weights [`HINT_AHEAD_BYTES`] ahead: hardware prefetch alone left
-/// 10 % of the memory bandwidth unused. Where weights are in a near cache, hints cost 20 %.
+/// dropped.
 #[derive(Clone, Copy)]
-struct Accumulate<W, const M: usize, const T: usize, const HINT: bool>(Shape, PhantomData<W>);
+struct ShapeRows<W, const M: usize, const T: usize, const HINT: bool>(Shape, PhantomData<W>);
 
-impl<W: Weight, const M: usize, const T: usize, const HINT: bool> Kernel for Accumulate<W, M, T, HINT> {
+impl<W: Weight, const M: usize, const T: usize, const HINT: bool> Kernel for ShapeRows<W, M, T, HINT> {
     type Output = ();
 
     /// # Safety
@@ -141,31 +362,13 @@ impl<W: Weight, const M: usize, const T: usize, const HINT: bool> Kernel for Acc
             let mut acc = [[S::splat(0.0); T]; M];
             for m in 0..M {
                 let row = m.min(shape.rows - 1);
-                x[m] = shape.x.add(listed(shape.x_rows, row) * shape.x_stride);
-                places[m] = shape.acc.add(listed(shape.acc_rows, row) * T * LANES);
-                if !shape.fresh {
-                    for t in 0..T {
-                        acc[m][t] = S::load(places[m].add(t * LANES));
-                    }
-                }
-            }
-            let mut w = shape.w.start;
-            for k in 0..shape.inputs {
-                let mut weights = [S::splat(0.0); T];
+                x[m] = shape.x.add(row * shape.x_stride);
+                places[m] = shape.acc.add(*shape.acc_rows.add(row) as usize * T * LANES);
                 for t in 0..T {
-                    if HINT {
-                        S::prefetch(w.wrapping_add(t * shape.w.tile_stride + HINT_AHEAD_BYTES));
-                    }
-                    weights[t] = W::load::<S>(w.add(t * shape.w.tile_stride));
+                    acc[m][t] = S::load(places[m].add(t * LANES));
                 }
-                for m in 0..M {
-                    let input = S::splat(*x[m].add(k));
-                    for t in 0..T {
-                        acc[m][t] = S::fma(input, weights[t], acc[m][t]);
-                    }
-                }
-                w = w.wrapping_add(shape.w.step);
             }
+            accumulate::<S, W, M, T, HINT>(&mut acc, &x, shape.w, shape.inputs);
             for m in 0..M.min(shape.rows) {
                 for t in 0..T {
                     S::store(places[m].add(t * LANES), acc[m][t]);

@@ -8,49 +8,51 @@
 //! batch, on any thread, on any instruction set, the bits are the same.
 //!
 //! The grid of chunks is (bands of rows) x (ranges of tiles). A chunk walks its tiles in groups
-//! that fill the registers; up to 8 rows pass over a group at once. With few rows the weights are
-//! widened in registers as they stream from memory. With many, a group's weights for
-//! [`PANEL_INPUTS`] inputs are widened once into a panel that stays in the first-level cache while
-//! all rows of the band pass by; the accumulators wait in scratch memory meanwhile, which is exact.
+//! that fill the registers, and its rows in blocks of up to 8. A block keeps its sums in registers for a whole leaf and
+//! the leaves' tree in the first-level cache. With few rows the weights are widened in registers as they stream from
+//! memory. With many, a group's weights are widened, some inputs at a time, into a panel that stays in the first-level cache
+//! while all rows of the band pass by; every block's sums wait in scratch memory meanwhile, which is exact, and each block
+//! asks for a part of the next group's weights.
 
+mod blocks;
 mod kernels;
+mod runs;
 mod sums;
 
-pub(super) use kernels::{Bf16, F16, F32, HINT_AHEAD_BYTES, Weight};
-pub(super) use sums::{FloatSums, Sums};
+pub(super) use kernels::{Bf16, F16, F32, HINT_AHEAD_BYTES, Levels, NextTiles, Weight};
+pub(super) use runs::Run;
+pub(super) use sums::{SUMS_PANEL_LEN, Sums};
 
-use super::codes::{CodeSums, CodedRows};
+use super::codes::{CodeBlocks, CodedRows};
 use super::packed::PackedLinear;
 use super::pool::ThreadPool;
 use super::simd::{Isa, LANES};
 use super::tensor::{RowsIn, RowsOut};
+use blocks::FloatBlocks;
 use kernels::{Finish, Join};
-use lockstep_core::limits::K_LEAVES;
 use lockstep_core::{DType, WeightType};
+use runs::{Runs, TREE_LEVELS};
 use std::ops::Range;
 
 /// Rows of one register shape at most.
-const SHAPE_ROWS_MAX: usize = 8;
+pub(super) const SHAPE_ROWS_MAX: usize = 8;
 /// Tiles of one group at most.
 pub(super) const GROUP_TILES_MAX: usize = 4;
-/// Inputs of a widened panel: three tiles fill 36 of the 48 KiB of a first-level cache.
-pub(super) const PANEL_INPUTS: usize = 192;
-/// Passes of rows over a panel from which widening it first pays; with fewer, weights are widened in
-/// registers as they stream in.
-const WIDEN_PASSES_MIN: usize = 5;
-/// Bytes of `x` that a band of rows should stay below, so that it stays in the second-level cache.
-const BAND_BYTES: usize = 640 << 10;
-/// Rows of a band: enough to amortise widening, few enough for the scratch memory.
-const BAND_ROWS_MIN: usize = 48;
-const BAND_ROWS_MAX: usize = 192;
+/// Elements of a panel: 36 KiB stay in a first-level cache while rows pass by. From the second level kernels were 9 % slower.
+pub(super) const PANEL_LEN: usize = 9 << 10;
+/// Rows of a band at most whose sums wait in scratch memory between parts of the inputs.
+const WAITING_ROWS_MAX: usize = 192;
+/// Rows of a band at least, where bands make work for many threads: each band widens all weights.
+const BAND_ROWS_MIN: usize = 64;
+/// Chunks a thread from which they even out threads that lose their core for a while.
+const CHUNKS_PER_THREAD: usize = 4;
 /// Multiply-adds below which the caller works alone; waking the helpers would cost more.
 pub(super) const PARALLEL_OPS_MIN: usize = 64 << 10;
-/// Levels of partial sums that wait for their sibling in the leaf tree, the current leaf included.
-const TREE_LEVELS: usize = K_LEAVES.ilog2() as usize + 1;
 
-/// Scratch elements of each thread: the accumulators of a band per tree level, and a panel.
-pub(super) const SCRATCH_LEN: usize = TREE_LEVELS * LEVEL_LEN + PANEL_INPUTS * GROUP_TILES_MAX * LANES;
-const LEVEL_LEN: usize = BAND_ROWS_MAX * GROUP_TILES_MAX * LANES;
+/// Scratch elements of each thread: a band's sums, and a panel.
+pub(super) const SCRATCH_LEN: usize = LEVELS_LEN + PANEL_LEN;
+const LEVELS_LEN: usize =
+    TREE_LEVELS * (WAITING_ROWS_MAX * (GROUP_TILES_MAX + 1) + GROUP_TILES_MAX + 1) * LANES;
 
 /// One product.
 #[derive(Clone, Copy)]
@@ -70,24 +72,48 @@ pub(super) struct Matmul<'a> {
 impl Matmul<'_> {
     /// Computes the product on the pool; `scratch` has a row of [`SCRATCH_LEN`] for each thread.
     pub(super) fn run(&self, pool: &ThreadPool, scratch: RowsOut<'_>) {
-        self.check();
-        if self.rows == 0 {
-            return;
-        }
-        let grid = Grid::new(self, pool.threads());
-        pool.run(grid.bands * grid.ranges, &|chunk, thread| {
-            // SAFETY: the scratch row of a thread is used by one chunk at a time.
-            let scratch = unsafe { scratch.part(thread, 0, SCRATCH_LEN) };
-            let (rows, tiles) = grid.chunk(chunk);
-            self.chunk(rows, tiles, scratch);
-        });
+        self.with_blocks(Work::All(pool, scratch));
     }
 
     /// Computes all rows of some tiles on the calling thread.
     pub(super) fn run_tiles(&self, tiles: Range<usize>, scratch: &mut [f32]) {
+        self.with_blocks(Work::Tiles(tiles, scratch));
+    }
+
+    fn with_blocks(&self, work: Work<'_>) {
         self.check();
-        for from in (0..self.rows).step_by(BAND_ROWS_MAX) {
-            self.chunk(from..self.rows.min(from + BAND_ROWS_MAX), tiles.clone(), scratch);
+        match self.weights.spec().weight_type {
+            WeightType::Float(DType::F32) => self.walk(&FloatBlocks::<F32>::new(self), work),
+            WeightType::Float(DType::F16) => self.walk(&FloatBlocks::<F16>::new(self), work),
+            WeightType::Float(DType::Bf16) => self.walk(&FloatBlocks::<Bf16>::new(self), work),
+            WeightType::Coded(layout) => {
+                let x = self.codes.expect("invariant: whoever multiplies with codes rounds the activations");
+                assert!(self.x_rows.is_none() && x.rows() >= self.rows, "all rows are rounded");
+                self.walk(&CodeBlocks { isa: self.isa, weights: self.weights, layout, x }, work);
+            }
+        }
+    }
+
+    fn walk<B: Blocks>(&self, blocks: &B, work: Work<'_>) {
+        if self.rows == 0 {
+            return;
+        }
+        match work {
+            Work::All(pool, scratch) => {
+                let grid = Grid::new(self, blocks, pool.threads());
+                pool.run(grid.bands * grid.ranges, &|chunk, thread| {
+                    // SAFETY: the scratch row of a thread is used by one chunk at a time.
+                    let scratch = unsafe { scratch.part(thread, 0, SCRATCH_LEN) };
+                    let (rows, tiles) = grid.chunk(chunk);
+                    Chunk { op: self, blocks, rows }.run(tiles, scratch);
+                });
+            }
+            Work::Tiles(tiles, scratch) => {
+                for from in (0..self.rows).step_by(WAITING_ROWS_MAX) {
+                    let rows = from..self.rows.min(from + WAITING_ROWS_MAX);
+                    Chunk { op: self, blocks, rows }.run(tiles.clone(), scratch);
+                }
+            }
         }
     }
 
@@ -101,54 +127,54 @@ impl Matmul<'_> {
         let inside = |list: &[u32]| list.len() == self.rows && list.iter().all(|&r| (r as usize) < rows_of_x);
         assert!(self.x_rows.is_none_or(inside), "a row of x for every row of the product");
     }
-
-    /// One chunk: some rows (at most [`BAND_ROWS_MAX`]), some tiles.
-    fn chunk(&self, rows: Range<usize>, tiles: Range<usize>, scratch: &mut [f32]) {
-        match self.weights.spec().weight_type {
-            WeightType::Float(DType::F32) => self.floats::<F32>(rows).run(tiles, scratch),
-            WeightType::Float(DType::F16) => self.floats::<F16>(rows).run(tiles, scratch),
-            WeightType::Float(DType::Bf16) => self.floats::<Bf16>(rows).run(tiles, scratch),
-            WeightType::Coded(layout) => {
-                let x = self.codes.expect("invariant: whoever multiplies with codes rounds the activations");
-                assert!(self.x_rows.is_none() && x.rows() >= rows.end, "all rows are rounded");
-                let sums = CodeSums {
-                    isa: self.isa,
-                    weights: self.weights,
-                    layout,
-                    x,
-                    first: rows.start,
-                    rows: rows.len(),
-                };
-                Chunk { op: self, first: rows.start, sums }.run(tiles, scratch);
-            }
-        }
-    }
-
-    fn floats<W: Weight>(&self, rows: Range<usize>) -> Chunk<'_, FloatSums<'_, W>> {
-        let sums = Sums {
-            isa: self.isa,
-            weights: self.weights,
-            x: self.x,
-            rows: rows.len(),
-            first: rows.start,
-            x_rows: self.x_rows,
-            acc_rows: None,
-        };
-        Chunk { op: self, first: rows.start, sums: FloatSums::new(sums) }
-    }
 }
 
-/// Products of some rows with some tiles, a run of inputs at a time.
-pub(super) trait LeafSums {
-    /// How many rows.
-    fn rows(&self) -> usize;
+/// What to compute of a product, and where.
+enum Work<'a> {
+    /// All of it, by a team with scratch memory.
+    All(&'a ThreadPool, RowsOut<'a>),
+    /// All rows of some tiles, here.
+    Tiles(Range<usize>, &'a mut [f32]),
+}
 
-    /// Tiles to take next of `left`, at least one: as many as fill the registers, at most [`GROUP_TILES_MAX`].
-    fn tiles_at_once(&self, left: usize) -> usize;
+/// Weights of one form times rows, a block of rows and a group of tiles at a time.
+pub(super) trait Blocks: Sync {
+    /// Rows of a block, and the tiles that fill the registers beside it (at most [`GROUP_TILES_MAX`]), for
+    /// `rows` rows.
+    fn shape(&self, rows: usize) -> (usize, usize);
 
-    /// Puts the sums over the inputs `inputs` of `T` tiles from `tile` on into `acc` `[rows][T][16]`. `panel` is working
-    /// memory. `T` is what [`tiles_at_once`](Self::tiles_at_once) said.
-    fn add<const T: usize>(&self, tile: usize, inputs: Range<usize>, acc: &mut [f32], panel: &mut [f32]);
+    /// How many inputs of `tiles` tiles are taken at a time: no more than the panel holds, if these blocks need one.
+    fn inputs_at_once(&self, tiles: usize, cut: Cut) -> usize;
+
+    /// Makes `inputs` of the `T` tiles from `tile` on ready in the panel, if these blocks need that.
+    fn prepare<const T: usize>(&self, tile: usize, inputs: &Range<usize>, cut: Cut, panel: &mut [f32]);
+
+    /// Adds the products of one block and `T` tiles to `levels`, where each level has `[rows of a block][T][16]` elements.
+    fn add<const T: usize>(&self, part: &Part<'_>, levels: &mut [f32]);
+}
+
+/// Rows cut into blocks.
+#[derive(Clone, Copy)]
+pub(super) struct Cut {
+    /// Rows of each block; the last one may have fewer.
+    pub block_rows: usize,
+    pub blocks: usize,
+}
+
+/// One block of rows, one group of tiles, some inputs.
+pub(super) struct Part<'a> {
+    /// Rows of the product.
+    pub rows: Range<usize>,
+    pub cut: Cut,
+    /// Which block it is.
+    pub block: usize,
+    /// First tile.
+    pub tile: usize,
+    pub inputs: Range<usize>,
+    /// The inputs, leaf by leaf.
+    pub runs: &'a [Run],
+    /// What [`Blocks::prepare`] left.
+    pub panel: &'a [f32],
 }
 
 /// How the work is cut into chunks.
@@ -157,86 +183,103 @@ struct Grid {
     band_rows: usize,
     bands: usize,
     tiles: usize,
+    /// Tiles that stay together.
+    group: usize,
     ranges: usize,
 }
 
 impl Grid {
-    fn new(op: &Matmul<'_>, threads: usize) -> Self {
+    fn new(op: &Matmul<'_>, blocks: &impl Blocks, threads: usize) -> Self {
         let spec = op.weights.spec();
+        let (block_rows, most) = blocks.shape(op.rows);
+        // A group that is not full costs as much as a full one where products bound the time, which they do
+        // not with few rows: these are cut evenly.
+        let group = if op.rows < SHAPE_ROWS_MAX { 1 } else { most };
         let tiles = op.weights.tiles();
-        let row_bytes = size_of::<f32>() * spec.in_features.max(1);
-        let limit =
-            (BAND_BYTES / row_bytes).clamp(BAND_ROWS_MIN, BAND_ROWS_MAX) / SHAPE_ROWS_MAX * SHAPE_ROWS_MAX;
-        let bands = op.rows.div_ceil(limit);
-        let band_rows = op.rows.div_ceil(bands).next_multiple_of(SHAPE_ROWS_MAX).min(limit);
         let ops = op.rows * tiles * LANES * spec.in_features;
         let ranges = if threads == 1 || ops < PARALLEL_OPS_MIN {
             1
         } else {
-            // At least 8 tiles a range keeps groups full; several ranges a thread even out threads
-            // that lose their core for a while.
-            threads * (tiles / (threads * 8)).clamp(1, 8)
+            threads * (tiles / (threads * 2 * most)).clamp(1, 2 * CHUNKS_PER_THREAD)
         };
-        Self {
-            rows: op.rows,
-            band_rows,
-            bands: op.rows.div_ceil(band_rows),
-            tiles,
-            ranges: ranges.min(tiles),
-        }
+        let ranges = ranges.min(tiles.div_ceil(group)).max(1);
+        let wanted = if threads == 1 { 1 } else { (CHUNKS_PER_THREAD * threads).div_ceil(ranges) };
+        let waits = spec.in_features
+            > blocks.inputs_at_once(most, Cut { block_rows, blocks: op.rows.div_ceil(block_rows) });
+        let least = if waits { op.rows.div_ceil(WAITING_ROWS_MAX / block_rows * block_rows) } else { 1 };
+        let bands = wanted.min(op.rows / BAND_ROWS_MIN).max(least);
+        let band_rows = op.rows.div_ceil(bands).next_multiple_of(block_rows);
+        Self { rows: op.rows, band_rows, bands: op.rows.div_ceil(band_rows), tiles, group, ranges }
     }
 
     /// Rows and tiles of a chunk; the chunks of a band follow each other, so its `x` stays cached.
     fn chunk(&self, chunk: usize) -> (Range<usize>, Range<usize>) {
         let (band, range) = (chunk / self.ranges, chunk % self.ranges);
         let rows = band * self.band_rows..self.rows.min((band + 1) * self.band_rows);
-        let tiles = range * self.tiles / self.ranges..(range + 1) * self.tiles / self.ranges;
-        (rows, tiles)
+        let groups = self.tiles.div_ceil(self.group);
+        let tile = |range: usize| (range * groups / self.ranges * self.group).min(self.tiles);
+        (rows, tile(range)..tile(range + 1))
     }
 }
 
 /// One chunk: some rows, some tiles.
-struct Chunk<'a, L> {
+struct Chunk<'a, B> {
     op: &'a Matmul<'a>,
-    /// First row.
-    first: usize,
-    sums: L,
+    blocks: &'a B,
+    rows: Range<usize>,
 }
 
-impl<L: LeafSums> Chunk<'_, L> {
+impl<B: Blocks> Chunk<'_, B> {
     /// Walks the tiles in groups that fill the registers.
     fn run(&self, tiles: Range<usize>, scratch: &mut [f32]) {
+        let (block_rows, most) = self.blocks.shape(self.rows.len());
         let mut tile = tiles.start;
         while tile < tiles.end {
-            let count = self.sums.tiles_at_once(tiles.end - tile);
+            let count = most.min(tiles.end - tile);
             match count {
-                1 => self.group::<1>(tile, scratch),
-                2 => self.group::<2>(tile, scratch),
-                3 => self.group::<3>(tile, scratch),
-                _ => self.group::<4>(tile, scratch),
+                1 => self.group::<1>(block_rows, tile, scratch),
+                2 => self.group::<2>(block_rows, tile, scratch),
+                3 => self.group::<3>(block_rows, tile, scratch),
+                _ => self.group::<4>(block_rows, tile, scratch),
             }
             tile += count;
         }
     }
 
     /// All rows of the chunk times `T` tiles: leaves, tree, bias.
-    fn group<const T: usize>(&self, tile: usize, scratch: &mut [f32]) {
-        let (op, rows) = (self.op, self.sums.rows());
-        let (levels, panel) = scratch.split_at_mut(TREE_LEVELS * LEVEL_LEN);
-        let len = rows * T * LANES;
-        let mut waiting = 0;
-        for (leaf, ends) in op.weights.spec().leaves.windows(2).enumerate() {
-            let acc = &mut levels[waiting * LEVEL_LEN..][..len];
-            self.sums.add::<T>(tile, ends[0]..ends[1], acc, panel);
-            // Binary counter: a subtree joins its left sibling as soon as it is complete.
-            for _ in 0..(leaf + 1).trailing_zeros() {
-                waiting -= 1;
-                let (left, right) = levels[waiting * LEVEL_LEN..].split_at_mut(LEVEL_LEN);
-                join(op.isa, &mut left[..len], &right[..len]);
+    fn group<const T: usize>(&self, block_rows: usize, tile: usize, scratch: &mut [f32]) {
+        let (op, spec) = (self.op, self.op.weights.spec());
+        let (levels, panel) = scratch.split_at_mut(LEVELS_LEN);
+        let cut = Cut { block_rows, blocks: self.rows.len().div_ceil(block_rows) };
+        let at_once = self.blocks.inputs_at_once(T, cut).min(spec.in_features).max(1);
+        // A row more, for kernels that take one more than there are, and a line more, so that blocks do not compete
+        // for the same places of the caches.
+        let stride = TREE_LEVELS * ((block_rows + 1) * T + 1) * LANES;
+        // Blocks that are done at once use the same memory one after the other.
+        let waits = at_once < spec.in_features;
+        let mut from = 0;
+        loop {
+            let inputs = from..spec.in_features.min(from + at_once);
+            let is_last = inputs.end == spec.in_features;
+            self.blocks.prepare::<T>(tile, &inputs, cut, panel);
+            let runs = Runs::new(&spec.leaves, &inputs);
+            for block in 0..cut.blocks {
+                let first = self.rows.start + block * block_rows;
+                let rows = first..self.rows.end.min(first + block_rows);
+                let count = rows.len();
+                let levels = &mut levels[if waits { block * stride } else { 0 }..][..stride];
+                let (inputs, runs) = (inputs.clone(), runs.list());
+                let part = Part { rows, cut, block, tile, inputs, runs, panel };
+                self.blocks.add::<T>(&part, levels);
+                if is_last {
+                    finish::<T>(op.isa, &levels[..count * T * LANES], tile, op.bias, op.out.rows_from(first));
+                }
             }
-            waiting += 1;
+            if is_last {
+                return;
+            }
+            from += at_once;
         }
-        finish::<T>(op.isa, &levels[..len], tile, op.bias, op.out.rows_from(self.first));
     }
 }
 

@@ -6,7 +6,7 @@
 
 use super::{BAND_ROWS, CpuExperts, route::Routing};
 use crate::cpu::matmul::{
-    Bf16, F16, F32, GROUP_TILES_MAX, PANEL_INPUTS, Sums, Weight, finish, groups, join, rows_max,
+    Bf16, F16, F32, GROUP_TILES_MAX, SUMS_PANEL_LEN, Sums, Weight, finish, groups, join, rows_max,
 };
 use crate::cpu::simd::{Isa, LANES};
 use crate::cpu::tensor::{RowsIn, RowsOut};
@@ -16,7 +16,7 @@ use std::ops::Range;
 
 const SUMS_LEN: usize = K_LEAVES * BAND_ROWS * GROUP_TILES_MAX * LANES;
 /// Scratch elements of each thread: the leaves' sums of a band, and a panel.
-pub(super) const SCRATCH_LEN: usize = SUMS_LEN + PANEL_INPUTS * GROUP_TILES_MAX * LANES;
+pub(super) const SCRATCH_LEN: usize = SUMS_LEN + SUMS_PANEL_LEN;
 
 /// One call for the pairs of a routing.
 #[derive(Clone, Copy)]
@@ -92,13 +92,11 @@ impl Down<'_> {
             isa: self.isa,
             weights: down,
             x: self.gated,
-            rows: pairs.len(),
             first: pairs.start,
-            x_rows: None,
-            acc_rows: Some(&self.places[pairs]),
+            acc_rows: &self.places[pairs],
         };
         for (ends, acc) in down.spec().leaves.windows(2).zip(leaves) {
-            sums.add::<W, T>(tile, ends[0]..ends[1], (acc, false), panel);
+            sums.add::<W, T>(tile, ends[0]..ends[1], acc, panel);
         }
     }
 }

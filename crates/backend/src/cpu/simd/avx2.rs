@@ -219,6 +219,11 @@ impl Simd for Avx2 {
         _mm_prefetch::<_MM_HINT_T0>(p.cast())
     }
     #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn prefetch_far(p: *const u8) {
+        _mm_prefetch::<_MM_HINT_T1>(p.cast())
+    }
+    #[inline]
     #[target_feature(enable = "avx2")]
     unsafe fn splat_i32(x: i32) -> Self::I {
         (_mm256_set1_epi32(x), _mm256_set1_epi32(x))
@@ -228,6 +233,30 @@ impl Simd for Avx2 {
     unsafe fn load_bytes(p: *const u8) -> Self::I {
         // SAFETY: valid for 64 bytes by the trait's contract.
         unsafe { (_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(32).cast())) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn store_bytes(p: *mut u8, v: Self::I) {
+        // SAFETY: valid for 64 bytes by the trait's contract.
+        unsafe {
+            _mm256_storeu_si256(p.cast(), v.0);
+            _mm256_storeu_si256(p.add(32).cast(), v.1);
+        }
+    }
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn store_low_bytes(p: *mut i8, v: Self::V) {
+        // The lowest bytes of four lanes become the first word of each half.
+        let low = _mm256_setr_epi8(
+            0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1,
+            -1, -1, -1, -1, -1, -1,
+        );
+        for (i, half) in [v.0, v.1].into_iter().enumerate() {
+            let words = _mm256_shuffle_epi8(_mm256_castps_si256(half), low);
+            let words = [_mm256_extract_epi32::<0>(words), _mm256_extract_epi32::<4>(words)];
+            // SAFETY: valid for 16 bytes by the trait's contract.
+            unsafe { p.add(8 * i).cast::<[i32; 2]>().write_unaligned(words) };
+        }
     }
     #[inline]
     #[target_feature(enable = "avx2")]

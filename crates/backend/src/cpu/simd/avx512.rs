@@ -254,6 +254,11 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     }
     #[inline]
     #[target_feature(enable = "avx512f")]
+    unsafe fn prefetch_far(p: *const u8) {
+        _mm_prefetch::<_MM_HINT_T1>(p.cast())
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
     unsafe fn splat_i32(x: i32) -> Self::I {
         _mm512_set1_epi32(x)
     }
@@ -262,6 +267,18 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     unsafe fn load_bytes(p: *const u8) -> Self::I {
         // SAFETY: valid for 64 bytes by the trait's contract.
         unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn store_bytes(p: *mut u8, v: Self::I) {
+        // SAFETY: valid for 64 bytes by the trait's contract.
+        unsafe { _mm512_storeu_si512(p.cast(), v) }
+    }
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn store_low_bytes(p: *mut i8, v: Self::V) {
+        // SAFETY: valid for 16 bytes by the trait's contract.
+        unsafe { _mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(_mm512_castps_si512(v))) }
     }
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]

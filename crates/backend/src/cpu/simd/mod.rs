@@ -186,6 +186,8 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn transpose(v: [Self::V; LANES]) -> [Self::V; LANES];
     /// Hints that the cache line of `p` is needed soon; `p` need not be valid.
     unsafe fn prefetch(p: *const u8);
+    /// The same for the second-level cache, for what is needed later than what the first level holds.
+    unsafe fn prefetch_far(p: *const u8);
 
     /// Sixteen 32-bit integers, or 64 bytes: lane `i` is bytes `4i..4i + 4`.
     type I: Copy;
@@ -194,6 +196,10 @@ pub(super) trait Simd: Copy + 'static {
     unsafe fn splat_i32(x: i32) -> Self::I;
     /// The 64 bytes at `p`.
     unsafe fn load_bytes(p: *const u8) -> Self::I;
+    /// Writes all bytes to `p`.
+    unsafe fn store_bytes(p: *mut u8, v: Self::I);
+    /// The lowest byte of each lane's bits, in order, to `p`.
+    unsafe fn store_low_bytes(p: *mut i8, v: Self::V);
     /// Each byte shifted right by `RIGHT` (left if negative, -7..=7), then `& mask`. The mask leaves out the bits
     /// that come from the neighbouring byte.
     unsafe fn field<const RIGHT: i32>(v: Self::I, mask: u8) -> Self::I;

@@ -133,6 +133,8 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
     #[inline(always)]
+    unsafe fn prefetch_far(_: *const u8) {}
+    #[inline(always)]
     unsafe fn splat_i32(x: i32) -> Self::I {
         [x; LANES]
     }
@@ -141,6 +143,16 @@ impl Simd for Portable {
         // SAFETY: valid for 64 bytes by the trait's contract; arrays of bytes read unaligned.
         let lanes = unsafe { p.cast::<[[u8; 4]; LANES]>().read_unaligned() };
         lanes.map(i32::from_le_bytes)
+    }
+    #[inline(always)]
+    unsafe fn store_bytes(p: *mut u8, v: Self::I) {
+        // SAFETY: valid for 64 bytes by the trait's contract; arrays of bytes write unaligned.
+        unsafe { p.cast::<[[u8; 4]; LANES]>().write_unaligned(v.map(i32::to_le_bytes)) }
+    }
+    #[inline(always)]
+    unsafe fn store_low_bytes(p: *mut i8, v: Self::V) {
+        // SAFETY: valid for 16 bytes by the trait's contract.
+        unsafe { p.cast::<[i8; LANES]>().write(v.map(|x| x.to_bits() as i8)) }
     }
     #[inline(always)]
     unsafe fn field<const RIGHT: i32>(v: Self::I, mask: u8) -> Self::I {

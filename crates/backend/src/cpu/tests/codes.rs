@@ -197,6 +197,26 @@ fn every_row_count_gives_a_row_the_same_bits_as_alone() {
 }
 
 #[test]
+fn inputs_beyond_the_panel_are_taken_in_parts_with_the_same_bits() {
+    let (out, inputs) = (35, 700 * CODE_GROUP);
+    for isa in Isa::available() {
+        for layout in [CodeLayout::new(0, 15, true, false), CodeLayout::new(-32, 31, false, true)] {
+            let mut random = Random(10);
+            let mut backend = backend(isa, 2);
+            let leaves = leaf_bounds(inputs, CODE_GROUP, 0, 1);
+            let matrix = Matrix::random(&mut random, out, inputs, layout, leaves);
+            let linear = matrix.pack(&backend, out);
+            let x = random.values(10 * inputs);
+            let got = multiply(&mut backend, &linear, &x, None);
+            let alone: Vec<f32> =
+                x.chunks(inputs).flat_map(|x| multiply(&mut backend, &linear, x, None)).collect();
+            assert_same(&got, &alone, &format!("{isa:?} {layout:?}"));
+            assert_eq!(got[out - 1].to_bits(), matrix.product(out - 1, &x[..inputs], 0.0).to_bits());
+        }
+    }
+}
+
+#[test]
 fn rows_come_back_as_they_went_in() {
     let mut random = Random(4);
     let (out, inputs) = (37, 4 * CODE_GROUP);

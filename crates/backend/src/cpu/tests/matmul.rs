@@ -90,6 +90,22 @@ fn every_row_count_gives_a_row_the_same_bits_as_alone() {
 }
 
 #[test]
+fn inputs_beyond_the_panel_are_taken_in_parts_with_the_same_bits() {
+    let (rows, inputs, out) = (20, 6_400, 19);
+    for isa in Isa::available() {
+        for (dtype, leaves) in [(DType::Bf16, 1), (DType::F32, 8), (DType::F16, 4)] {
+            let mut random = Random(13);
+            let matrix = Matrix::random(&mut random, out, inputs, dtype, leaves);
+            let mut backend = backend(isa, 2);
+            let linear = matrix.pack(&backend, out);
+            let x = random.values(rows * inputs);
+            let got = multiply(&mut backend, &linear, &x, None);
+            assert_same(&got, &matrix.times(&x, None), &format!("{isa:?} {dtype:?} {leaves} leaves"));
+        }
+    }
+}
+
+#[test]
 fn shards_of_a_row_parallel_matrix_add_up_to_the_whole_bit_for_bit() {
     let (inputs, out, rows) = (8 * 37, 45, 5);
     let mut random = Random(3);
