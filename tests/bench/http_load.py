@@ -34,7 +34,9 @@ async def generate(port, prompt, max_tokens):
         usage = json.loads(line[6:]).get("usage") or usage
     writer.close()
     assert usage["completion_tokens"] == max_tokens, usage
-    return first, time.perf_counter() - start, usage["prompt_tokens_details"]["cached_tokens"]
+    # Not every server says how much came from its cache.
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return first, time.perf_counter() - start, cached
 
 
 async def burst(port, prompts, max_tokens):
@@ -50,26 +52,27 @@ def fresh(rng, vocab, length):
     return [rng.randrange(100, vocab) for _ in range(length)]
 
 
-async def run(args):
+async def run(args, workloads=None):
+    """Prints each workload's median and gives them by key; `workloads` names those wanted, else `args.workload`."""
     rng = random.Random(args.seed)
     make = lambda n: fresh(rng, args.vocab, n)
     await generate(args.port, make(32), 8)
-    rows = []
+    medians = {}
 
-    async def measure(name, unit, once):
-        values = [await once() for _ in range(args.repeat)]
-        rows.append((name, statistics.median(values), unit))
-        print(f"{name:28s} {statistics.median(values):10.2f} {unit}", flush=True)
+    async def measure(key, name, unit, once):
+        medians[key] = statistics.median([await once() for _ in range(args.repeat)])
+        print(f"{name:28s} {medians[key]:10.2f} {unit}", flush=True)
 
+    # The ends of answers, since a first token may be held back: random tokens are seldom whole characters.
     async def prefill():
-        return 512 / (await generate(args.port, make(512), 1))[0]
+        return 512 / (await generate(args.port, make(512), 1))[1]
 
     async def decode():
-        first, total, _ = await generate(args.port, make(16), 128)
-        return 127 / (total - first)
+        one, many = [(await generate(args.port, make(16), count))[1] for count in (1, 129)]
+        return 128 / (many - one)
 
     async def ttft():
-        return 1e3 * (await generate(args.port, make(32), 1))[0]
+        return 1e3 * (await generate(args.port, make(32), 1))[1]
 
     async def at_once(n):
         return (await burst(args.port, [make(64) for _ in range(n)], 64))[0]
@@ -89,8 +92,9 @@ async def run(args):
         "prefix": ("shared prefix, cold", "s", lambda: prefix(False)), "prefix_warm": ("shared prefix, warm", "s", lambda: prefix(True)),
     }
     for key, job in jobs.items():
-        if args.workload in ("all", key):
-            await measure(*job)
+        if key in workloads if workloads is not None else args.workload in ("all", key):
+            await measure(key, *job)
+    return medians
 
 
 if __name__ == "__main__":
