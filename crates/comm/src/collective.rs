@@ -2,7 +2,7 @@
 //!
 //! Takes raw pointers plus a stream handle, so that this crate needs no backend; `HostCollective`
 //! style helpers for slices sit on top. Implementations: one rank (identity), shared memory
-//! (CPU), NCCL (later). Models never ask how many ranks there are.
+//! (CPU of one host), Gloo (CPUs of several), NCCL (GPUs). Models never ask how many ranks there are.
 
 /// Why a collective failed. Every variant ends the rank group.
 #[derive(Debug, thiserror::Error)]
@@ -77,6 +77,28 @@ pub enum CollectiveError {
         /// What is wrong, and the limit.
         problem: String,
     },
+    /// The connection with a rank of another host has ended, so that rank has, or its host.
+    #[error("rank {rank} lost rank {missing} in {operation} (operation {sequence}): {problem}")]
+    Lost {
+        /// This rank.
+        rank: usize,
+        /// The rank at the other end.
+        missing: usize,
+        /// What it was doing.
+        operation: &'static str,
+        /// Count of operations since start.
+        sequence: u64,
+        /// The transport's words.
+        problem: String,
+    },
+    /// Ranks on several hosts cannot be connected.
+    #[error("rank {rank} cannot join the ranks of other hosts: {problem}")]
+    Mesh {
+        /// This rank.
+        rank: usize,
+        /// What is wrong.
+        problem: String,
+    },
     /// The shared memory cannot be made or is not what was expected.
     #[error("shared memory of the rank group: {problem}")]
     Region {
@@ -87,6 +109,13 @@ pub enum CollectiveError {
 
 use lockstep_core::DType;
 use std::ffi::c_void;
+
+impl CollectiveError {
+    /// Whether somebody else's end is behind it, which is named where that is seen.
+    pub fn is_consequence(&self) -> bool {
+        matches!(self, Self::Aborted { .. } | Self::Lost { .. })
+    }
+}
 
 /// Result of this module.
 pub type Result<T> = std::result::Result<T, CollectiveError>;

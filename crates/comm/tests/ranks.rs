@@ -6,12 +6,15 @@
 // A failed unwrap is a failed test, in helper functions too.
 #![allow(clippy::unwrap_used)]
 
+mod conformance;
+
+use conformance::{LONG, Rank, SLOT_BYTES};
 use lockstep_comm::collective::CollectiveError;
 use lockstep_comm::shm::Operation;
 use lockstep_comm::watch::{Position, Track, WatchPage};
 use lockstep_comm::{
-    AbortHandle, Collective, Patience, ProcessGroup, SharedRegion, ShmCollective, ShmGroup, ShmLayout,
-    ShmOptions, StreamHandle,
+    AbortHandle, Patience, ProcessGroup, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions,
+    StreamHandle,
 };
 use lockstep_core::DType;
 use std::fs::File;
@@ -20,27 +23,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-const SLOT_BYTES: usize = 16 << 10;
-/// Long enough that only a hang reaches it.
-const LONG: Duration = Duration::from_secs(120);
 const ROLE: &str = "LOCKSTEP_TEST_ROLE";
 const PAGE: &str = "LOCKSTEP_TEST_PAGE";
-
-/// xorshift64*: the same numbers on every rank for the same seed.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() >> 33) as usize % n
-    }
-}
 
 fn group_of(size: usize) -> OwnedFd {
     SharedRegion::create(ShmLayout::new(size, SLOT_BYTES).unwrap()).unwrap()
@@ -50,162 +34,15 @@ fn options(size: usize) -> ShmOptions {
     ShmOptions { deadline: LONG, ..ShmOptions::for_ranks(size) }
 }
 
-/// Element `i` of rank `rank` in round `round`: a float with a full mantissa.
-fn value(round: u64, rank: usize, i: usize) -> f32 {
-    let mut random = Random((round << 40) ^ ((rank as u64) << 32) ^ i as u64 ^ 0x9e37_79b9_7f4a_7c15);
-    random.next();
-    ((random.next() >> 40) as f32 / (1 << 23) as f32 - 1.0) * (1 << (i % 7)) as f32
-}
-
-/// The sum that the design prescribes, one scalar at a time.
-fn scalar_tree(terms: &[f32]) -> f32 {
-    match terms {
-        [one] => *one,
-        _ => {
-            let mut left = 1;
-            while left * 2 < terms.len() {
-                left *= 2;
-            }
-            scalar_tree(&terms[..left]) + scalar_tree(&terms[left..])
-        }
+/// Joins as `rank`, showing what it does on `page`.
+fn join(fd: impl AsFd, rank: usize, size: usize, page: Option<&WatchPage>) -> Rank {
+    let region = Arc::new(SharedRegion::map(fd).unwrap());
+    let mut group = ShmGroup::new(region.clone(), rank, options(size)).unwrap();
+    let mut collective = ShmCollective::new(region, rank, options(size)).unwrap();
+    if let Some(mark) = page.map(|page| page.mark(rank)) {
+        (group, collective) = (group.watched(mark.clone()), collective.watched(mark));
     }
-}
-
-/// Sizes around every boundary: nothing, one, the one-shot limit, the slot, several slots.
-fn count(random: &mut Random, element_bytes: usize) -> usize {
-    let slot = SLOT_BYTES / element_bytes;
-    match random.below(6) {
-        0 => random.below(3),
-        1 => random.below(300),
-        2 => slot - 1 + random.below(3),
-        3 => slot + random.below(slot),
-        4 => slot * 2 - 1 + random.below(3),
-        _ => slot + random.below(slot * 3),
-    }
-}
-
-/// The members of one rank.
-struct Rank {
-    rank: usize,
-    size: usize,
-    group: ShmGroup,
-    collective: ShmCollective,
-}
-
-impl Rank {
-    fn join(fd: impl AsFd, rank: usize, size: usize) -> Self {
-        let region = Arc::new(SharedRegion::map(fd).unwrap());
-        let group = ShmGroup::new(region.clone(), rank, options(size)).unwrap();
-        let collective = ShmCollective::new(region, rank, options(size)).unwrap();
-        Self { rank, size, group, collective }
-    }
-
-    /// Shows what it does on `page`.
-    fn watched(self, page: &WatchPage) -> Self {
-        let mark = page.mark(self.rank);
-        let Self { rank, size, group, collective } = self;
-        Self { rank, size, group: group.watched(mark.clone()), collective: collective.watched(mark) }
-    }
-
-    /// Runs `rounds` random operations, the same on every rank, and checks every result.
-    fn run(&mut self, seed: u64, rounds: u64) {
-        let mut random = Random(seed);
-        for round in 0..rounds {
-            match random.below(8) {
-                0 => self.group.barrier(Patience::Deadline(LONG)).unwrap(),
-                1 => self.group_all_gather(round, &mut random),
-                2 => self.group_broadcast(round, &mut random),
-                3 => self.all_gather(round, &mut random),
-                4 => self.send_recv(round, &mut random),
-                5 => self.all_reduce_f32(round, &mut random),
-                6 => self.all_reduce_half(round, &mut random, DType::Bf16),
-                _ => self.all_reduce_half(round, &mut random, DType::F16),
-            }
-        }
-    }
-
-    fn group_all_gather(&mut self, round: u64, random: &mut Random) {
-        let len = [0, 1, 8, 100, 64 << 10][random.below(5)];
-        let mine = vec![(round as usize + self.rank) as u8; len];
-        let mut all = vec![0; len * self.size];
-        self.group.all_gather(&mine, &mut all, Patience::Deadline(LONG)).unwrap();
-        for (i, byte) in all.iter().enumerate() {
-            assert_eq!(*byte, (round as usize + i / len) as u8, "round {round}");
-        }
-    }
-
-    fn group_broadcast(&mut self, round: u64, random: &mut Random) {
-        let (len, root) = ([0, 1, 128, 70_000, 200_000][random.below(5)], random.below(self.size));
-        let byte = |rank: usize, i: usize| (round as usize + rank * 31 + i) as u8;
-        let mut data: Vec<u8> = (0..len).map(|i| byte(self.rank, i)).collect();
-        self.group.broadcast(&mut data, root, Patience::Deadline(LONG)).unwrap();
-        assert!(data.iter().enumerate().all(|(i, b)| *b == byte(root, i)), "round {round}");
-    }
-
-    fn all_gather(&mut self, round: u64, random: &mut Random) {
-        let count = count(random, 4);
-        let mine: Vec<f32> = (0..count).map(|i| value(round, self.rank, i)).collect();
-        let mut all = vec![0f32; count * self.size];
-        let collective: &dyn Collective = &self.collective;
-        collective.all_gather_f32(&mine, &mut all).unwrap();
-        for (i, got) in all.iter().enumerate() {
-            assert_eq!(*got, value(round, i / count, i % count), "round {round}");
-        }
-    }
-
-    fn send_recv(&mut self, round: u64, random: &mut Random) {
-        let count = count(random, 4) * (1 + random.below(3));
-        let from = random.below(self.size);
-        let to = (from + 1 + random.below(self.size - 1)) % self.size;
-        let mut data: Vec<f32> = (0..count).map(|i| value(round, self.rank, i)).collect();
-        let at = data.as_mut_ptr().cast();
-        // SAFETY: `count` floats, alive during the call.
-        unsafe {
-            if self.rank == from {
-                self.collective.send(at, count, DType::F32, to, StreamHandle::HOST).unwrap();
-            } else if self.rank == to {
-                self.collective.recv(at, count, DType::F32, from, StreamHandle::HOST).unwrap();
-                assert!(data.iter().enumerate().all(|(i, v)| *v == value(round, from, i)), "round {round}");
-            }
-        }
-    }
-
-    /// `size` terms of element `i`, in rank order.
-    fn terms(&self, round: u64, i: usize) -> Vec<f32> {
-        (0..self.size).map(|rank| value(round, rank, i)).collect()
-    }
-
-    fn all_reduce_f32(&mut self, round: u64, random: &mut Random) {
-        let count = count(random, 4);
-        let mut x: Vec<f32> = (0..count).map(|i| value(round, self.rank, i)).collect();
-        let collective: &dyn Collective = &self.collective;
-        collective.all_reduce_f32(&mut x).unwrap();
-        for (i, got) in x.iter().enumerate() {
-            let want = scalar_tree(&self.terms(round, i));
-            assert_eq!(got.to_bits(), want.to_bits(), "round {round}, element {i} of {count}");
-        }
-    }
-
-    fn all_reduce_half(&mut self, round: u64, random: &mut Random, dtype: DType) {
-        let narrow = |x: f32| match dtype {
-            DType::Bf16 => half::bf16::from_f32(x).to_bits(),
-            _ => half::f16::from_f32(x).to_bits(),
-        };
-        let wide = |bits: u16| match dtype {
-            DType::Bf16 => half::bf16::from_bits(bits).to_f32(),
-            _ => half::f16::from_bits(bits).to_f32(),
-        };
-        let count = count(random, 2);
-        let mut x: Vec<u16> = (0..count).map(|i| narrow(value(round, self.rank, i))).collect();
-        // SAFETY: `count` elements of two bytes, alive during the call.
-        unsafe {
-            self.collective.all_reduce(x.as_mut_ptr().cast(), count, dtype, StreamHandle::HOST).unwrap()
-        };
-        for (i, got) in x.iter().enumerate() {
-            let terms: Vec<f32> = self.terms(round, i).into_iter().map(|t| wide(narrow(t))).collect();
-            assert_eq!(*got, narrow(scalar_tree(&terms)), "round {round}, element {i} of {count}");
-        }
-    }
+    Rank { rank, size, group: Box::new(group), collective: Box::new(collective) }
 }
 
 fn run_threads(size: usize, seed: u64, rounds: u64) {
@@ -214,7 +51,7 @@ fn run_threads(size: usize, seed: u64, rounds: u64) {
     std::thread::scope(|scope| {
         for rank in 0..size {
             let fd = fd.as_fd();
-            scope.spawn(move || Rank::join(fd, rank, size).run(seed, rounds));
+            scope.spawn(move || join(fd, rank, size, None).run(seed, rounds));
         }
     });
 }
@@ -269,12 +106,12 @@ fn rank_process() {
     let words: Vec<&str> = role.split(' ').collect();
     let [role, rank, size, seed] = words[..] else { panic!("{ROLE}={role}") };
     let (rank, size): (usize, usize) = (rank.parse().unwrap(), size.parse().unwrap());
-    let mut member = Rank::join(std::io::stdin(), rank, size);
     let page = std::env::var(PAGE).unwrap();
-    if !page.is_empty() {
+    let page = (!page.is_empty()).then(|| {
         let page = File::options().read(true).write(true).open(page).unwrap();
-        member = member.watched(&WatchPage::map(page).unwrap());
-    }
+        WatchPage::map(page).unwrap()
+    });
+    let mut member = join(std::io::stdin(), rank, size, page.as_ref());
     match role {
         "random" => member.run(seed.parse().unwrap(), 120),
         "wait" => match member.group.barrier(Patience::Idle) {
@@ -282,21 +119,9 @@ fn rank_process() {
             other => panic!("{other:?}"),
         },
         "hang" => {
-            let _ = member.collective.all_reduce_f32_alone();
+            let _ = member.collective.all_reduce_f32(&mut [0.0; 4]);
         }
         other => panic!("no role {other}"),
-    }
-}
-
-trait AllReduceAlone {
-    fn all_reduce_f32_alone(&self) -> Result<(), CollectiveError>;
-}
-
-impl AllReduceAlone for ShmCollective {
-    /// An operation that the other ranks never join.
-    fn all_reduce_f32_alone(&self) -> Result<(), CollectiveError> {
-        let collective: &dyn Collective = self;
-        collective.all_reduce_f32(&mut [0.0; 4])
     }
 }
 
@@ -356,7 +181,7 @@ fn the_page_tells_inside_from_left() {
         for rank in 0..2 {
             let (fd, page) = (fd.as_fd(), &page);
             scope.spawn(move || {
-                let mut member = Rank::join(fd, rank, 2).watched(page);
+                let mut member = join(fd, rank, 2, Some(page));
                 for _ in 0..5 {
                     member.group.barrier(Patience::Idle).unwrap();
                 }
@@ -407,7 +232,7 @@ fn an_abort_reaches_a_sleeping_thread_in_every_operation() {
     let waits: [Wait; 4] = [
         |mut member| member.group.barrier(Patience::Idle).unwrap_err(),
         |mut member| member.group.broadcast(&mut [0; 9], 1, Patience::Deadline(LONG)).unwrap_err(),
-        |member| member.collective.all_reduce_f32_alone().unwrap_err(),
+        |member| member.collective.all_reduce_f32(&mut [0.0; 4]).unwrap_err(),
         // SAFETY: four writable floats.
         |member| unsafe {
             let mut data = [0f32; 4];
@@ -421,7 +246,7 @@ fn an_abort_reaches_a_sleeping_thread_in_every_operation() {
         let fd = group_of(2);
         let ((_, page), abort) = (WatchPage::create(2).unwrap(), AbortHandle::new(&fd).unwrap());
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| wait(Rank::join(&fd, 0, 2).watched(&page)));
+            let waiting = scope.spawn(|| wait(join(&fd, 0, 2, Some(&page))));
             until("the rank waits", || {
                 at(&page, 0, Track::Group).inside || at(&page, 0, Track::Tensors).inside
             });
@@ -441,10 +266,10 @@ fn a_panicking_rank_releases_the_others() {
     std::thread::scope(|scope| {
         let (first, second) = (fd.as_fd(), fd.as_fd());
         let panics = scope.spawn(move || {
-            let _member = Rank::join(first, 1, 2);
+            let _member = join(first, 1, 2, None);
             panic!("on purpose");
         });
-        let waits = scope.spawn(move || Rank::join(second, 0, 2).group.barrier(Patience::Idle).unwrap_err());
+        let waits = scope.spawn(move || join(second, 0, 2, None).group.barrier(Patience::Idle).unwrap_err());
         assert!(panics.join().is_err());
         assert!(waits.join().unwrap().to_string().contains("rank 1 panicked"));
     });

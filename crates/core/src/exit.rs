@@ -1,7 +1,9 @@
 //! Exit codes of the `lockstep` binary; documented in `docs/operations.md`.
 
+use serde::{Deserialize, Serialize};
+
 /// Why the process ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum ExitCode {
     /// Ended after a drain, or the command succeeded.

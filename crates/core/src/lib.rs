@@ -5,7 +5,7 @@
 //! and [`folders`] reads the environment. Every
 //! other crate may use this one; this one uses none of them.
 //!
-//! Reading order: [`ids`], [`parallel`], [`config`], [`shard`], [`stages`], [`weight_type`], [`sampling`], [`refusal`],
+//! Reading order: [`ids`], [`parallel`], [`hosts`], [`config`], [`shard`], [`stages`], [`weight_type`], [`sampling`], [`refusal`],
 //! [`exit`], [`limits`], [`files`], [`folders`], [`random`].
 
 pub mod config;
@@ -13,6 +13,7 @@ pub mod dtype;
 pub mod exit;
 pub mod files;
 pub mod folders;
+pub mod hosts;
 pub mod ids;
 pub mod limits;
 pub mod parallel;
@@ -30,6 +31,7 @@ pub use config::{
 pub use dtype::DType;
 pub use exit::ExitCode;
 pub use files::FileError;
+pub use hosts::HostMap;
 pub use ids::{NO_TOKEN, PageId, RequestId, StepId, TokenId};
 pub use parallel::{ParallelInfo, Topology};
 pub use refusal::Refusal;

@@ -2,8 +2,10 @@
 
 use crate::gpu::GpuPlan;
 use crate::links::RankLinks;
-use lockstep_core::{DType, ModelConfig, ParallelInfo, StageLayers, TokenId, Topology, WeightMode};
+use lockstep_comm::meeting::Invitation;
+use lockstep_core::{DType, HostMap, ModelConfig, ParallelInfo, StageLayers, TokenId, Topology, WeightMode};
 use serde::{Deserialize, Serialize};
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -43,6 +45,19 @@ pub struct RankConfig {
     pub flight_dir: Option<PathBuf>,
     /// Names of the control-plane links.
     pub links: RankLinks,
+    /// Where ranks are on several hosts (`--nnodes`).
+    pub hosts: Option<RankHosts>,
+}
+
+/// How a rank joins those of other hosts.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct RankHosts {
+    /// Who is where.
+    pub map: HostMap,
+    /// The address of this rank's host.
+    pub address: IpAddr,
+    /// Where ranks tell each other how to reach them.
+    pub invitation: Invitation,
 }
 
 /// What a rank computes on.

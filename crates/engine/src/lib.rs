@@ -112,6 +112,6 @@ impl EngineError {
             EngineError::Model(ModelError::Backend(BackendError::Collective(e))) => Some(e),
             _ => None,
         };
-        matches!(collective, Some(CollectiveError::Aborted { .. }))
+        collective.is_some_and(CollectiveError::is_consequence)
     }
 }

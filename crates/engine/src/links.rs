@@ -1,6 +1,7 @@
 //! The control plane of the server: the rank loop's links over ZeroMQ.
 
 use crate::control::{ControlError, Follower, Outgoing, Primary, Result, Wait};
+use lockstep_comm::link::curve::{CurvePublic, CurveSecret};
 use lockstep_comm::link::{
     BroadcastReceiver, BroadcastSender, Context, Endpoint, LinkError, Receiver, Sender,
 };
@@ -8,6 +9,8 @@ use lockstep_comm::watch::{BEAT_INTERVAL, Mark};
 use lockstep_wire::{Broadcast, ToApi, ToDetokenizer, ToScheduler};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Messages that may wait in a socket towards the detokenizer or the api; beyond it they wait in
@@ -37,6 +40,39 @@ pub struct RankLinks {
     pub detokenizer: Endpoint,
     /// Refusals and readiness to the api.
     pub api: Endpoint,
+    /// The broadcast between hosts.
+    pub remote: Option<RemoteBroadcast>,
+}
+
+/// A rank's end of the broadcast between hosts.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum RemoteBroadcast {
+    /// Rank 0's.
+    Publish {
+        /// Where it listens.
+        endpoint: Endpoint,
+        /// What it proves itself with.
+        secret: CurveSecret,
+        /// The socket that listens there, which a process inherits.
+        #[serde(skip)]
+        listener: Option<Arc<OwnedFd>>,
+    },
+    /// That of a rank on another host than rank 0's.
+    Follow {
+        /// Where rank 0 listens.
+        endpoint: Endpoint,
+        /// What it proves itself by.
+        server: CurvePublic,
+    },
+}
+
+impl RankLinks {
+    /// Gives rank 0 the socket that the launcher opened for its broadcast between hosts.
+    pub fn set_listener(&mut self, socket: OwnedFd) {
+        if let Some(RemoteBroadcast::Publish { listener, .. }) = &mut self.remote {
+            *listener = Some(Arc::new(socket));
+        }
+    }
 }
 
 impl From<LinkError> for ControlError {
@@ -64,6 +100,12 @@ impl ZmqPrimary {
         let mut bus = None;
         if followers > 0 {
             let mut sender = BroadcastSender::bind(context, &links.broadcast, patience)?;
+            if let Some(RemoteBroadcast::Publish { endpoint, secret, listener }) = &links.remote {
+                let Some(listener) = listener.as_ref().and_then(|listener| listener.try_clone().ok()) else {
+                    return Err(ControlError("the launcher gave no socket for ranks of other hosts".into()));
+                };
+                sender.add_remote(context, (endpoint, listener), secret)?;
+            }
             sender.wait_for_subscribers(followers, patience)?;
             bus = Some(sender);
         }
@@ -202,7 +244,13 @@ pub struct ZmqFollower {
 impl ZmqFollower {
     /// Subscribes to rank 0's broadcast.
     pub fn open(context: &Context, links: &RankLinks, patience: Duration) -> Result<Self> {
-        Ok(Self { bus: BroadcastReceiver::connect(context, &links.broadcast)?, patience })
+        let bus = match &links.remote {
+            Some(RemoteBroadcast::Follow { endpoint, server }) => {
+                BroadcastReceiver::connect_remote(context, endpoint, server)?
+            }
+            _ => BroadcastReceiver::connect(context, &links.broadcast)?,
+        };
+        Ok(Self { bus, patience })
     }
 }
 

@@ -30,7 +30,7 @@ impl Weight {
         match status {
             ChildStatus::Signal(_) => Weight::Signal,
             ChildStatus::Exit(GROUP_ABORTED_EXIT) => Weight::Reaction,
-            ChildStatus::Exit(_) | ChildStatus::Unknown => Weight::OwnError,
+            ChildStatus::Exit(_) | ChildStatus::Unknown | ChildStatus::Lost => Weight::OwnError,
         }
     }
 }

@@ -42,6 +42,17 @@ pub enum LaunchError {
         #[source]
         source: io::Error,
     },
+    /// The place where other hosts join cannot be listened at.
+    #[error(
+        "cannot listen for other hosts on {address}: {source}; --dist-init-addr (or --dist-address) of host 0 must be an address of this machine with a free port"
+    )]
+    Listen {
+        /// Where.
+        address: std::net::SocketAddr,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
     /// The supervising thread is gone, which takes all children with it.
     #[error("the supervisor has ended; no further process can be started")]
     SupervisorGone,

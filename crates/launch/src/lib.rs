@@ -13,13 +13,15 @@
 //!
 //! The launcher (the process the user starts, also the api server) uses [`Supervisor`]; every child
 //! calls [`child::enter`] first thing in `main`. Reading order: [`layout`], [`child`],
-//! [`Supervisor`], [`status`], [`ready`], [`watchdog`]. Follows vLLM's death pipe and monitor
+//! [`Supervisor`], [`status`], [`ready`], [`watchdog`]; for several hosts
+//! [`hosts`]. Follows vLLM's death pipe and monitor
 //! (`multiproc_executor.py`) and TGI's launcher; differs: pidfds instead of polling by id, the child
 //! is the same binary, and the verdict waits a moment for the first cause.
 
 mod cause;
 pub mod child;
 mod error;
+pub mod hosts;
 pub mod init;
 mod kernel;
 pub mod layout;
@@ -42,5 +44,5 @@ pub use ready::{Acknowledged, ReadyTracker};
 pub use spawn::ChildSpec;
 pub use status::{ChildStatus, Event, Failure, GROUP_ABORTED_EXIT, ORPHANED_EXIT, Phase};
 pub use stderr::{LineForm, StderrSink};
-pub use supervisor::{Events, ShutdownReport, Supervisor};
+pub use supervisor::{Events, Reporter, ShutdownReport, Supervisor};
 pub use watchdog::{Concern, Concerns, Limits, Stage, Watchdog, WatchedLoop};

@@ -2,6 +2,7 @@
 
 use lockstep_core::ExitCode;
 use lockstep_wire::Role;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Exit code of a process that stops only because its rank group was aborted, that is, because
@@ -15,7 +16,7 @@ pub const ORPHANED_EXIT: i32 = 72;
 const PANIC_EXIT: i32 = 101;
 
 /// What the server is doing, as far as deaths of children are concerned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Phase {
     /// Until everyone has acknowledged. Exit codes 2, 3 and 5 of a child become the launcher's.
     Loading,
@@ -36,7 +37,7 @@ impl fmt::Display for Phase {
 }
 
 /// How a process ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ChildStatus {
     /// It exited with this code.
     Exit(i32),
@@ -44,6 +45,8 @@ pub enum ChildStatus {
     Signal(i32),
     /// Someone else took its status (a `wait` for any child elsewhere in this process).
     Unknown,
+    /// It is a whole host, which does not answer any more.
+    Lost,
 }
 
 impl fmt::Display for ChildStatus {
@@ -59,6 +62,7 @@ impl fmt::Display for ChildStatus {
                 None => write!(f, "exited with code {code}"),
             },
             ChildStatus::Unknown => f.write_str("ended, and its status was lost"),
+            ChildStatus::Lost => f.write_str("was lost"),
         }
     }
 }
@@ -98,7 +102,7 @@ pub enum Event {
 }
 
 /// Why the server, or a replica of it, cannot go on: the first cause among all deaths. Displays as one line.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Failure {
     /// Name of the process.
     pub process: String,
@@ -108,7 +112,7 @@ pub struct Failure {
     pub replica: Option<usize>,
     /// How it ended.
     pub status: ChildStatus,
-    /// Why the launcher has killed it, if it did.
+    /// Why the launcher has killed it, if it did, or has given up its host.
     pub reason: Option<String>,
     /// When.
     pub phase: Phase,
@@ -141,6 +145,9 @@ impl Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let (Some(reason), ChildStatus::Lost) = (&self.reason, self.status) {
+            return write!(f, "lockstep: {} was lost while {}: {reason}", self.process, self.phase);
+        }
         if let Some(reason) = &self.reason {
             return write!(f, "lockstep: {} was ended while {} because {reason}", self.process, self.phase);
         }

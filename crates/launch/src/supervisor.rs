@@ -85,6 +85,11 @@ impl Supervisor {
         self.remote.send(Command::EndReplica { replica, grace })
     }
 
+    /// For what happens on other hosts; see [`Reporter`].
+    pub fn reporter(&self) -> Reporter {
+        Reporter(self.remote.clone())
+    }
+
     /// Names and process ids of the children that live, in order of start.
     pub fn processes(&self) -> Result<Vec<(String, u32)>, LaunchError> {
         let (reply, answer) = sync_channel(1);
@@ -121,6 +126,27 @@ impl Supervisor {
                 Err(LaunchError::SupervisorGone)
             }
         }
+    }
+}
+
+/// Brings what happens on other hosts among the events of this one: a [`Event::Failed`] counts as one more death, of
+/// which the first cause is told; others are passed on.
+#[derive(Clone)]
+pub struct Reporter(Remote);
+
+#[cfg(test)]
+impl Reporter {
+    /// One that reports to the receiver.
+    pub(crate) fn for_test() -> (Self, std::sync::mpsc::Receiver<Command>) {
+        let (remote, sent) = Remote::for_test();
+        (Self(remote), sent)
+    }
+}
+
+impl Reporter {
+    /// May be called from any thread. Nothing happens when the supervising thread is gone, which has its own report.
+    pub fn report(&self, event: Event) {
+        let _ = self.0.send(Command::Elsewhere(Box::new(event)));
     }
 }
 

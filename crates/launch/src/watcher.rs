@@ -33,15 +33,27 @@ pub(crate) enum Command {
     Spawn(Box<ChildSpec>, SyncSender<Result<u32, LaunchError>>),
     SetPhase(Phase),
     SetReplicaPhase(usize, Phase),
-    EndReplica { replica: usize, grace: Duration },
-    GiveUp { name: String, why: String },
+    EndReplica {
+        replica: usize,
+        grace: Duration,
+    },
+    GiveUp {
+        name: String,
+        why: String,
+    },
     List(SyncSender<Vec<(String, u32)>>),
+    /// What another host says of its children, or of itself.
+    Elsewhere(Box<Event>),
     AtSuddenEnd(Box<dyn FnOnce() + Send>),
-    Shutdown { grace: Duration, done: Option<SyncSender<ShutdownReport>> },
+    Shutdown {
+        grace: Duration,
+        done: Option<SyncSender<ShutdownReport>>,
+    },
     Stop,
 }
 
 /// The sending end of the thread's commands.
+#[derive(Clone)]
 pub(crate) struct Remote {
     commands: Sender<Command>,
     wake: Arc<OwnedFd>,
@@ -53,6 +65,16 @@ impl Remote {
         // A full counter (which takes 2^64 wakes) would mean that the thread is awake anyway.
         let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
         Ok(())
+    }
+}
+
+#[cfg(test)]
+impl Remote {
+    /// One whose commands nobody carries out.
+    pub(crate) fn for_test() -> (Self, Receiver<Command>) {
+        let (commands, sent) = channel();
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        (Self { commands, wake: Arc::new(wake) }, sent)
     }
 }
 
@@ -269,10 +291,22 @@ impl Watcher {
                     let list = self.children.iter().map(|c| (c.name.clone(), c.pid)).collect();
                     drop(reply.send(list));
                 }
+                Command::Elsewhere(event) => self.take_elsewhere(*event),
                 Command::AtSuddenEnd(cleanup) => self.cleanups.push(cleanup),
                 Command::Shutdown { grace, done } => self.begin_ending(grace, done),
                 Command::Stop => self.stopping = true,
             }
+        }
+    }
+
+    /// Deaths on other hosts and those here have one first cause. While everything is ended they are none.
+    fn take_elsewhere(&mut self, event: Event) {
+        match event {
+            Event::Failed(_) | Event::ChildDied { .. } if self.ending.is_some() => {}
+            Event::Failed(failure) => {
+                self.verdicts.entry(failure.replica).or_default().add(failure, Instant::now());
+            }
+            other => self.report(other),
         }
     }
 

@@ -156,8 +156,10 @@ impl Engine {
             broadcast: unused(),
             detokenizer: unused(),
             api: unused(),
+            remote: None,
         };
         let config = RankConfig {
+            hosts: None,
             parallel: ParallelInfo::SINGLE,
             stage: stages[0],
             model: path,

@@ -55,7 +55,13 @@ pub fn run(entry: ChildEntry) -> i32 {
         }
     };
     match config.part {
-        Part::Rank(rank) => rank::run(&rank, inherited.next(), page.mark(config.mark)),
+        Part::Rank(mut rank) => {
+            let region = inherited.next();
+            if let Some(listener) = inherited.next() {
+                rank.links.set_listener(listener);
+            }
+            rank::run(&rank, region, page.mark(config.mark))
+        }
         Part::Text(text) => text::run(&text, &page, config.mark),
     }
 }

@@ -11,6 +11,7 @@ pub mod chat;
 pub mod client;
 pub mod connections;
 pub mod gpus;
+pub mod hosts;
 pub mod logging;
 pub mod memory;
 pub mod model;
@@ -76,6 +77,9 @@ pub struct ServeFlags {
     /// How many processes.
     #[command(flatten)]
     pub parallel: parallel::ParallelFlags,
+    /// On which hosts.
+    #[command(flatten)]
+    pub hosts: hosts::HostFlags,
     /// Which GPUs.
     #[command(flatten)]
     pub gpus: gpus::GpuFlags,

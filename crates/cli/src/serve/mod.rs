@@ -5,8 +5,13 @@
 //! 3. [`ready`]: wait for acknowledgements while watching every child.
 //! 4. [`serving`]: listen, answer, watch; drain, fail or [`restart`], or start one replica again ([`revival`]).
 //!
+//! On several hosts this is host 0, which waits for the others first ([`abroad`]); they run [`follower`].
+//!
 //! The launcher's exit code and last line are decided here and nowhere else.
 
+mod abroad;
+mod facts;
+mod follower;
 pub mod memory;
 mod plan;
 mod port;
@@ -55,8 +60,11 @@ fn serve(flags: &ServeFlags, stderr: &StderrSink) -> Result<()> {
         .enable_all()
         .build()
         .map_err(CliError::with(ExitCode::Internal))?;
+    if let Some(hosts) = plan.hosts.as_ref().filter(|hosts| !hosts.is_head()) {
+        return runtime.block_on(follower::run(&plan, hosts, stderr));
+    }
     runtime.block_on(async {
-        let mut server = spawn::start(&plan, stderr)?;
+        let mut server = spawn::start(&plan, stderr).await?;
         let facts = match ready::wait(&plan, &mut server).await {
             Ok(facts) => facts,
             Err(error) => return Err(server.end(error)),

@@ -6,13 +6,14 @@ use crate::checkpoint::{self, dummy_spec};
 use crate::error::{CliError, Result};
 use crate::flags::ServeFlags;
 use crate::flags::connections::Connections;
+use crate::flags::hosts::SeveralHosts;
 use crate::logging::LogSettings;
 use crate::pull;
 use lockstep_api::engine::Replication;
 use lockstep_api::{ApiKeys, OtlpEndpoint};
-use lockstep_core::{ExitCode, ModelConfig, StageLayers, TokenId, shard};
+use lockstep_core::{ExitCode, HostMap, ModelConfig, StageLayers, TokenId, shard};
 use lockstep_engine::{Batching, DeviceConfig, DummySpec};
-use lockstep_launch::Layout;
+use lockstep_launch::{Layout, Process};
 use lockstep_weights::GenerationDefaults;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -45,6 +46,8 @@ pub struct ServePlan {
     pub layout: Layout,
     /// Layers of each pipeline stage.
     pub stages: Vec<StageLayers>,
+    /// On which of several hosts this is; `None`: there is one.
+    pub hosts: Option<SeveralHosts>,
     /// Threads of each rank.
     pub threads: usize,
     /// What ranks compute on.
@@ -88,7 +91,11 @@ impl ServePlan {
         let connections = flags.connections.resolve(descriptors, flags.parallel.children());
         let connections = connections.map_err(CliError::with(ExitCode::Flags))?;
         let address = flags.server.address().map_err(CliError::with(ExitCode::Flags))?;
-        let port = ReservedPort::new(SocketAddr::new(address, flags.server.port))?;
+        // The other hosts have no api.
+        let port = match flags.hosts.node_rank {
+            0 => Some(ReservedPort::new(SocketAddr::new(address, flags.server.port))?),
+            _ => None,
+        };
         let model_files = CliError::with(ExitCode::ModelFiles);
         let cache_dir = pull::cache_dir(flags.model.cache_dir.clone());
         let model_path = pull::resolve(&flags.model.model, &cache_dir)?;
@@ -96,9 +103,12 @@ impl ServePlan {
         let model = described.config;
         shard::check_tp_size(&model, flags.parallel.tp).map_err(CliError::with(ExitCode::Flags))?;
         let topology = flags.parallel.topology();
-        let (tp, ranks) = (topology.tp_size, topology.world_size());
+        let tp = topology.tp_size;
         let stages = StageLayers::of_stages(&model, topology.pp_size, flags.parallel.pp_layers.as_deref())
             .map_err(CliError::with(ExitCode::Flags))?;
+        let hosts = flags.hosts.resolve(&topology, &flags.model.device);
+        let hosts = hosts.map_err(CliError::with(ExitCode::Flags))?;
+        let ranks = hosts.as_ref().map_or(topology.world_size(), |hosts| hosts.map.ranks_per_host());
         check_context(flags, &model)?;
         let mut eos_tokens = described.eos_tokens;
         eos_tokens.extend(lockstep_tokenizer::eos_tokens_of(&model_path).map_err(&model_files)?);
@@ -146,7 +156,8 @@ impl ServePlan {
             flight_dir: flags.logging.flight_dir.clone(),
             otlp: flags.logging.otlp_endpoint.clone(),
             log: flags.logging.settings(),
-            port: Some(port),
+            port,
+            hosts,
             model,
             model_path,
         })
@@ -156,7 +167,7 @@ impl ServePlan {
     pub fn summary(&self) -> String {
         let m = &self.model;
         format!(
-            "serving {} ({}, {} layers, {} query heads, {} KV heads) on {} with {}, {} threads a rank",
+            "serving {} ({}, {} layers, {} query heads, {} KV heads) on {} with {}{}, {} threads a rank",
             self.served_model_name,
             m.architecture,
             m.num_layers,
@@ -167,17 +178,42 @@ impl ServePlan {
                 DeviceConfig::Cuda { .. } => "cuda",
             },
             self.layout.topology,
+            self.hosts.as_ref().map(|h| format!(" on {} hosts", h.map.nnodes())).unwrap_or_default(),
             self.threads
         )
     }
 }
 
 impl ServePlan {
+    /// Which ranks are where.
+    pub fn host_map(&self) -> HostMap {
+        self.hosts.as_ref().map_or_else(|| HostMap::single(&self.layout.topology), |hosts| hosts.map)
+    }
+
+    /// Whether the api, and with it tokenizers and the detokenizer, is on this host.
+    pub fn has_api(&self) -> bool {
+        self.hosts.as_ref().is_none_or(SeveralHosts::is_head)
+    }
+
+    /// The children of this host's launcher in the order to start them, with the rank of those that are one.
+    pub fn processes_here(&self) -> Vec<(Option<usize>, Process)> {
+        let node_rank = self.hosts.as_ref().map_or(0, |hosts| hosts.node_rank);
+        let ranks = self.host_map().ranks_of(node_rank);
+        let numbered = self.layout.processes().into_iter();
+        let numbered = numbered.map(|process| (process.parallel.map(|parallel| parallel.rank()), process));
+        numbered.filter(|(rank, _)| rank.map_or(self.has_api(), |rank| ranks.contains(&rank))).collect()
+    }
+
     /// Which rank stands where, where there is more than one axis.
     pub fn rank_order(&self) -> Option<String> {
         let topology = self.layout.topology;
-        let places = topology.places().map(|place| format!("{} {}", place.rank(), place.label()));
-        (topology.world_size() > topology.tp_size).then(|| {
+        let map = self.host_map();
+        let places = topology.places().map(|place| {
+            let host = self.hosts.as_ref().map(|_| format!(" on host {}", map.host_of(place.rank())));
+            format!("{} {}{}", place.rank(), place.label(), host.unwrap_or_default())
+        });
+        let is_worth_telling = topology.world_size() > topology.tp_size || self.hosts.is_some();
+        is_worth_telling.then(|| {
             let places: Vec<_> = places.collect();
             format!("ranks (tp fastest, then pp, then dp): {}{}", places.join(", "), self.stages_in_words())
         })

@@ -5,9 +5,10 @@
 //! others. (With several replicas the failure of one concerns that one only, see [`revival`](super::revival).)
 //! Meanwhile requests are answered 503 `engine_restarting` with `Retry-After`.
 
+use super::abroad;
 use super::plan::ServePlan;
 use super::ready;
-use super::serving::Service;
+use super::serving::{self, Service};
 use super::spawn::Server;
 use crate::error::{CliError, Result};
 use crate::flags::server::{Restart, ServerFlags};
@@ -89,7 +90,12 @@ impl Service {
             tracing::error!("{}; all processes are started again in {} s", failure.message, pause.as_secs());
             server.begin_end("the engine is restarted")?;
             all_ended(server).await?;
+            serving::on_hosts(server, |room| {
+                room.wait_ended(END_PATIENCE);
+            })
+            .await;
             quiet(server, pause).await?;
+            self.gather_hosts(plan, server).await?;
             server.start_again(plan)?;
             match ready::wait(plan, server).await {
                 Ok(_) => {
@@ -101,6 +107,17 @@ impl Service {
                 Err(error) => failure = error,
             }
         }
+    }
+}
+
+impl Service {
+    /// Waits until hosts that were lost have joined again. Errors when they do not in time, and on a signal.
+    async fn gather_hosts(&self, plan: &ServePlan, server: &mut Server) -> Result<()> {
+        let (Some(hosts), Some(room)) = (&plan.hosts, server.hosts.clone()) else { return Ok(()) };
+        for host in room.missing() {
+            tracing::warn!("host {host} has to join again before the engine is started");
+        }
+        abroad::wait_for_all(&room, hosts, &mut server.events).await
     }
 }
 

@@ -16,6 +16,7 @@ use lockstep_api::{
 use lockstep_comm::link::{AsyncReceiver, LinkError, Sender};
 use lockstep_comm::watch::{Activity, BEAT_INTERVAL, Mark};
 use lockstep_core::ExitCode;
+use lockstep_launch::hosts::Room;
 use lockstep_launch::{ChildStatus, Concern, Concerns, Event, Failure, Limits, Phase, Stage, Watchdog};
 use lockstep_wire::{Ready, Role, ToApi, ToScheduler};
 use std::sync::Arc;
@@ -150,7 +151,7 @@ impl Service {
         self.revivals.forget();
         self.watch_loops(plan, server)?;
         self.show_processes(plan, server)?;
-        server.supervisor.set_phase(Phase::Serving).map_err(CliError::with(ExitCode::Internal))?;
+        server.set_phase(Phase::Serving)?;
         self.client.resume();
         Ok(())
     }
@@ -286,22 +287,33 @@ impl Service {
         } else if self.failure.is_none() && self.lost.is_none() {
             self.failure = server.next_verdict().await;
         }
-        server.end_gently();
-        if let Some(failure) = self.failure {
+        let end = Self::outcome(self.failure, self.lost, self.signal, ended);
+        server.end_gently(&end);
+        if end.is_ok() {
+            tracing::info!("drained; every process has ended");
+        }
+        end
+    }
+
+    /// The launcher's last word and exit code.
+    fn outcome(
+        failure: Option<Failure>,
+        lost: Option<CliError>,
+        signal: Option<i32>,
+        ended: std::result::Result<Ended, String>,
+    ) -> Result<()> {
+        if let Some(failure) = failure {
             return Err(last_word(&failure));
         }
         match ended {
-            Ok(Ended::Drained) => {
-                tracing::info!("drained; every process has ended");
-                Ok(())
-            }
+            Ok(Ended::Drained) => Ok(()),
             Ok(Ended::Cut { requests }) => {
-                let code = code_of_signal(self.signal.unwrap_or_default());
+                let code = code_of_signal(signal.unwrap_or_default());
                 let text = format!("{requests} requests were ended with an error because the grace was over");
                 Err(CliError::new(code, text))
             }
             Ok(Ended::Failed) => {
-                Err(self.lost.unwrap_or_else(|| CliError::new(ExitCode::ChildDied, "the engine failed")))
+                Err(lost.unwrap_or_else(|| CliError::new(ExitCode::ChildDied, "the engine failed")))
             }
             Err(cause) => Err(CliError::new(ExitCode::Internal, cause)),
         }
@@ -309,9 +321,11 @@ impl Service {
 
     /// Asks the children to leave and waits until they have, for a while.
     async fn dismiss(&mut self, server: &mut Server) {
-        if server.supervisor.set_phase(Phase::Draining).is_err() {
+        if server.set_phase(Phase::Draining).is_err() {
             return;
         }
+        // Ranks of other hosts end, too; their launchers must know by then that they may.
+        on_hosts(server, |room| room.wait_drain_noted(EXIT_PATIENCE)).await;
         self.client.shutdown_children().await;
         let all_gone = async {
             while let Some(event) = server.events.recv().await {
@@ -325,6 +339,23 @@ impl Service {
         if tokio::time::timeout(EXIT_PATIENCE, all_gone).await.is_err() {
             tracing::warn!("some processes did not leave within {} s and are ended", EXIT_PATIENCE.as_secs());
         }
+        on_hosts(server, |room| {
+            if !room.wait_ended(EXIT_PATIENCE) {
+                tracing::warn!(
+                    "some processes of other hosts did not leave within {} s",
+                    EXIT_PATIENCE.as_secs()
+                );
+            }
+        })
+        .await;
+    }
+}
+
+/// Waits for the other hosts, if there are any, beside this loop.
+pub(super) async fn on_hosts(server: &Server, wait: impl FnOnce(&Room) + Send + 'static) {
+    if let Some(room) = server.hosts.clone() {
+        // A panic in there is the room's, and its hosts are found lost.
+        let _ = tokio::task::spawn_blocking(move || wait(&room)).await;
     }
 }
 

@@ -1,5 +1,6 @@
 //! Starts the children and holds what the launcher needs to talk to them and to end them.
 
+use super::abroad::{self, Abroad};
 use super::plan::ServePlan;
 use crate::child::text::{Duties, TextConfig};
 use crate::child::{ChildConfig, Part};
@@ -11,8 +12,9 @@ use lockstep_comm::watch::WatchPage;
 use lockstep_core::{ExitCode, ParallelInfo};
 use lockstep_engine::RankConfig;
 use lockstep_engine::links::RankLinks;
+use lockstep_launch::hosts::Room;
 use lockstep_launch::{
-    ChildSpec, Endpoints, Event, Events, Failure, Process, StderrSink, Supervisor, WatchedLoop,
+    ChildSpec, Endpoints, Event, Events, Failure, Phase, Process, StderrSink, Supervisor, WatchedLoop,
 };
 use lockstep_wire::{Role, ToApi};
 use std::os::fd::OwnedFd;
@@ -22,7 +24,7 @@ use std::time::Duration;
 /// Bytes of one rank's slot in the shared memory; larger tensors pass in pieces.
 const SLOT_BYTES: usize = 1 << 20;
 /// How long children get to end before they are killed.
-const END_GRACE: Duration = Duration::from_secs(2);
+pub(super) const END_GRACE: Duration = Duration::from_secs(2);
 /// How long the launcher waits for the verdict about a death it has seen.
 const VERDICT_PATIENCE: Duration = Duration::from_secs(3);
 
@@ -39,6 +41,10 @@ pub struct Server {
     page_fd: Arc<OwnedFd>,
     /// The children of now.
     pub group: Group,
+    /// The other hosts, if there are any.
+    pub hosts: Option<Arc<Room>>,
+    /// Counts the sets of children.
+    times: usize,
 }
 
 /// What belongs to one set of children; a restart of all makes another.
@@ -65,19 +71,42 @@ pub struct Replica {
     incarnation: usize,
 }
 
-/// Starts every process of the plan. On an error nothing is left running.
-pub fn start(plan: &ServePlan, stderr: &StderrSink) -> Result<Server> {
+/// Starts every process of the plan, once all hosts are there. On an error nothing is left running.
+pub async fn start(plan: &ServePlan, stderr: &StderrSink) -> Result<Server> {
     let internal = CliError::with(ExitCode::Internal);
-    let marks: usize = plan.layout.processes().iter().map(|p| labels(plan, p).len()).sum();
+    let marks: usize = plan.processes_here().iter().map(|(_, p)| labels(plan, p).len()).sum();
     let (page_fd, page) = WatchPage::create(marks + 1).map_err(CliError::with(ExitCode::Internal))?;
     let page_fd = Arc::new(page_fd);
-    let (supervisor, events) = Supervisor::start(stderr.clone()).map_err(internal)?;
-    let group = Group::start(plan, &supervisor, &page_fd)?;
-    Ok(Server { supervisor, events, page, stderr: stderr.clone(), page_fd, group })
+    let (supervisor, mut events) = Supervisor::start(stderr.clone()).map_err(internal)?;
+    let hosts = match &plan.hosts {
+        None => None,
+        Some(hosts) => Some(abroad::open_room(plan, hosts, (supervisor.reporter(), &mut events)).await?),
+    };
+    let abroad = abroad_of(plan, hosts.as_deref(), 0)?;
+    let started = Group::start(plan, (&supervisor, &page_fd), (0, abroad));
+    let group = started.inspect_err(|error| {
+        if let Some(room) = &hosts {
+            room.goodbye(error.code, &error.message);
+        }
+    })?;
+    Ok(Server { supervisor, events, page, stderr: stderr.clone(), page_fd, group, hosts, times: 0 })
+}
+
+/// What ranks here are told about those of other hosts, which are started for set `incarnation`.
+fn abroad_of(plan: &ServePlan, room: Option<&Room>, incarnation: usize) -> Result<Option<Abroad>> {
+    match (&plan.hosts, room) {
+        (Some(hosts), Some(room)) => Abroad::of_head(plan, hosts, room, incarnation).map(Some),
+        _ => Ok(None),
+    }
 }
 
 impl Group {
-    fn start(plan: &ServePlan, supervisor: &Supervisor, page: &Arc<OwnedFd>) -> Result<Self> {
+    /// Starts what belongs to this host. `incarnation` counts the sets of a server.
+    pub(super) fn start(
+        plan: &ServePlan,
+        (supervisor, page): (&Supervisor, &Arc<OwnedFd>),
+        (incarnation, abroad): (usize, Option<Abroad>),
+    ) -> Result<Self> {
         let names = Names { prefix: random_prefix(), endpoints: plan.layout.endpoints() };
         let context = Context::new();
         let api = names.endpoint(&names.endpoints.api);
@@ -91,38 +120,53 @@ impl Group {
             names,
         };
         for dp_rank in 0..plan.layout.topology.dp_size {
-            let replica = group.start_replica(plan, (supervisor, page), (dp_rank, 0))?;
+            let with = (supervisor, page);
+            let replica = group.start_replica(plan, with, (dp_rank, incarnation, abroad.as_ref()))?;
             group.replicas.push(replica);
         }
-        for process in plan.layout.processes().into_iter().filter(|p| p.parallel.is_none()) {
+        for (_, process) in plan.processes_here().into_iter().filter(|(rank, _)| rank.is_none()) {
             let config = Part::Text(Box::new(text_config(plan, &group, process.role)));
             group.spawn(plan, supervisor, process, (config, vec![page.clone()]))?;
         }
-        let (process, pid) = ("lockstep".to_owned(), std::process::id());
-        let (mark, label) = (group.loops.len(), "api".into());
-        group.loops.push(WatchedLoop { process, pid, label, mark, rank: None, replica: None });
+        if plan.has_api() {
+            let (process, pid) = ("lockstep".to_owned(), std::process::id());
+            let (mark, label) = (group.loops.len(), "api".into());
+            group.loops.push(WatchedLoop { process, pid, label, mark, rank: None, replica: None });
+        }
         Ok(group)
     }
 
-    /// Starts the ranks of a replica, for the time that `incarnation` counts.
+    /// Wakes every rank of this host that waits for a dead one.
+    pub(super) fn abort(&self, cause: &str) {
+        for replica in &self.replicas {
+            replica.abort.abort(cause);
+        }
+    }
+
+    /// Starts the ranks of a replica that are on this host, for the time that `incarnation` counts.
     fn start_replica(
         &mut self,
         plan: &ServePlan,
         (supervisor, page): (&Supervisor, &Arc<OwnedFd>),
-        (dp_rank, incarnation): (usize, usize),
+        (dp_rank, incarnation, abroad): (usize, usize, Option<&Abroad>),
     ) -> Result<Replica> {
         let topology = plan.layout.topology;
+        let replica = topology.ranks_of(dp_rank);
+        let is_of_replica = |rank: Option<usize>| rank.is_some_and(|rank| replica.contains(&rank));
+        let here = plan.processes_here().into_iter().filter(|(rank, _)| is_of_replica(*rank));
+        let here: Vec<_> = here.filter_map(|(rank, process)| Some((rank?, process))).collect();
+        // With places for the ranks of other hosts, too, which nobody takes here: unused memory costs nothing.
         let region = Arc::new(shared_memory(plan)?);
         let abort = AbortHandle::new(&region).map_err(CliError::with(ExitCode::Internal))?;
         // Fresh names: nothing that was meant for ranks that have died reaches their successors.
         let links = rank_links(&self.names, dp_rank, incarnation);
         let inbox = links.inbox.clone();
-        let mut processes = plan.layout.processes();
-        // Processes of ranks come first, by rank.
-        for (process, rank) in processes.drain(topology.ranks_of(dp_rank)).zip(topology.ranks_of(dp_rank)) {
-            let config = rank_config(plan, topology.place(rank), links.clone());
-            let part = Part::Rank(Box::new(config));
-            self.spawn(plan, supervisor, process, (part, vec![page.clone(), region.clone()]))?;
+        for (rank, process) in here {
+            let place = ParallelInfo { local_rank: plan.host_map().local_rank(rank), ..topology.place(rank) };
+            let config = rank_config(plan, place, links.clone(), abroad);
+            let listener = abroad.filter(|_| place.is_primary()).and_then(|abroad| abroad.listener.clone());
+            let inherited = [page.clone(), region.clone()].into_iter().chain(listener).collect();
+            self.spawn(plan, supervisor, process, (Part::Rank(Box::new(config)), inherited))?;
         }
         Ok(Replica { inbox, abort, incarnation })
     }
@@ -205,11 +249,20 @@ fn rank_links(names: &Names, replica: usize, incarnation: usize) -> RankLinks {
         broadcast: of_this_time(&e.broadcasts[replica]),
         detokenizer: names.endpoint(&e.detokenizer),
         api: names.endpoint(&e.api),
+        remote: None,
     }
 }
 
-fn rank_config(plan: &ServePlan, parallel: ParallelInfo, links: RankLinks) -> RankConfig {
+fn rank_config(
+    plan: &ServePlan,
+    parallel: ParallelInfo,
+    links: RankLinks,
+    abroad: Option<&Abroad>,
+) -> RankConfig {
+    // Rank 0 is told of the broadcast between hosts, and those whom it reaches through that.
+    let remote = abroad.filter(|_| parallel.is_primary() || !plan.has_api()).map(|a| a.remote.clone());
     RankConfig {
+        hosts: abroad.map(|abroad| abroad.hosts.clone()),
         parallel,
         stage: plan.stages[parallel.pp_rank],
         model: plan.model_path.clone(),
@@ -225,7 +278,7 @@ fn rank_config(plan: &ServePlan, parallel: ParallelInfo, links: RankLinks) -> Ra
         batching: plan.batching.clone(),
         collective_timeout_ms: plan.collective_timeout.as_millis() as u64,
         flight_dir: plan.flight_dir.clone(),
-        links,
+        links: RankLinks { remote, ..links },
     }
 }
 
@@ -254,14 +307,27 @@ fn text_config(plan: &ServePlan, group: &Group, role: Role) -> TextConfig {
 impl Server {
     /// Wakes every rank that waits for a dead one.
     pub fn abort_group(&self, cause: &str) {
-        for replica in &self.group.replicas {
-            replica.abort.abort(cause);
+        self.group.abort(cause);
+        if let Some(room) = &self.hosts {
+            room.abort(cause);
         }
     }
 
     /// Wakes every rank of one replica that waits for a dead one.
     pub fn abort_replica(&self, replica: usize, cause: &str) {
         self.group.replicas[replica].abort.abort(cause);
+        if let Some(room) = &self.hosts {
+            room.abort(cause);
+        }
+    }
+
+    /// What the server does from now on.
+    pub fn set_phase(&self, phase: Phase) -> Result<()> {
+        self.supervisor.set_phase(phase).map_err(CliError::with(ExitCode::Internal))?;
+        if let Some(room) = &self.hosts {
+            room.set_phase(phase);
+        }
+        Ok(())
     }
 
     /// Ends what is left of one replica; [`Event::ReplicaEnded`] follows.
@@ -275,26 +341,33 @@ impl Server {
         plan.layout.topology.ranks_of(replica).for_each(|rank| self.page.reset(rank));
         let incarnation = self.group.replicas[replica].incarnation + 1;
         let with = (&self.supervisor, &self.page_fd);
-        self.group.replicas[replica] = self.group.start_replica(plan, with, (replica, incarnation))?;
+        self.group.replicas[replica] = self.group.start_replica(plan, with, (replica, incarnation, None))?;
         Ok(())
     }
 
     /// Ends what is left of the children; [`Event::AllExited`] follows.
     pub fn begin_end(&self, cause: &str) -> Result<()> {
         self.abort_group(cause);
+        if let Some(room) = &self.hosts {
+            room.set_phase(Phase::Loading);
+            room.end(cause);
+        }
         self.supervisor.begin_shutdown(END_GRACE).map_err(CliError::with(ExitCode::Internal))
     }
 
     /// Starts every process of the plan again, after all have ended.
     pub fn start_again(&mut self, plan: &ServePlan) -> Result<()> {
         (0..self.page.marks() - 1).for_each(|mark| self.page.reset(mark));
-        self.group = Group::start(plan, &self.supervisor, &self.page_fd)?;
+        self.times += 1;
+        let abroad = abroad_of(plan, self.hosts.as_deref(), self.times)?;
+        self.group = Group::start(plan, (&self.supervisor, &self.page_fd), (self.times, abroad))?;
         Ok(())
     }
 
     /// Ends all children at once and returns `error` for the launcher to end with.
     pub fn end(&self, error: CliError) -> CliError {
         self.abort_group("the server is stopping");
+        self.dismiss_hosts(error.code, &error.message);
         match self.supervisor.shutdown(Duration::ZERO) {
             Ok(report) if !report.left.is_empty() => {
                 tracing::error!("processes that even SIGKILL did not end: {}", report.left.join(", "));
@@ -305,8 +378,19 @@ impl Server {
         error
     }
 
-    /// Ends all children, giving them a moment to leave by themselves.
-    pub fn end_gently(&self) {
+    /// Ends the launchers of other hosts.
+    fn dismiss_hosts(&self, code: ExitCode, why: &str) {
+        if let Some(room) = &self.hosts {
+            room.goodbye(code, why);
+        }
+    }
+
+    /// Ends all children, giving them a moment to leave by themselves; other hosts end as this one will.
+    pub fn end_gently(&self, end: &Result<()>) {
+        match end {
+            Ok(()) => self.dismiss_hosts(ExitCode::Drained, ""),
+            Err(error) => self.dismiss_hosts(error.code, &error.message),
+        }
         if let Err(e) = self.supervisor.shutdown(END_GRACE) {
             tracing::error!("{e}");
         }

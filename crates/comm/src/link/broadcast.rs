@@ -5,19 +5,26 @@
 //! its first message, waits when a queue is full (`NODROP`), and numbers messages, so that a fault
 //! in any of this is a named error on the receiving rank instead of two ranks in different steps.
 
+use super::curve::{CurvePublic, CurveSecret};
 use super::socket::{Context, Kind, Socket};
 use super::{Endpoint, LinkError, Result};
 use lockstep_wire::{Broadcast, ToScheduler, decode, encode};
 use serde::Serialize;
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 /// Messages that may wait for one rank before rank 0 has to wait.
 const QUEUE_LEN_MAX: i32 = 1_000;
 
+/// How long one look at the subscriptions may take while there are two sockets to look at.
+const LOOK: Duration = Duration::from_millis(5);
+
 /// Rank 0's end. **Used on rank 0 only.**
 #[derive(Debug)]
 pub struct BroadcastSender {
     socket: Socket,
+    /// To ranks of other hosts.
+    remote: Option<Socket>,
     sequence: u64,
     subscribed: usize,
     expected: Option<usize>,
@@ -38,7 +45,22 @@ impl BroadcastSender {
         let socket = Socket::new(context, Kind::Xpub, endpoint)?;
         socket.set_send_queue_len(QUEUE_LEN_MAX)?;
         socket.bind()?;
-        Ok(Self { socket, sequence: 0, subscribed: 0, expected: None, patience })
+        Ok(Self { socket, remote: None, sequence: 0, subscribed: 0, expected: None, patience })
+    }
+
+    /// Sends to ranks of other hosts, too: over the TCP socket `listener`, which listens at `endpoint`, to those who
+    /// know the public key of `secret`.
+    pub fn add_remote(
+        &mut self,
+        context: &Context,
+        (endpoint, listener): (&Endpoint, OwnedFd),
+        secret: &CurveSecret,
+    ) -> Result<()> {
+        let socket = Socket::new(context, Kind::Xpub, endpoint)?;
+        socket.set_send_queue_len(QUEUE_LEN_MAX)?;
+        socket.bind_secure(listener, secret)?;
+        self.remote = Some(socket);
+        Ok(())
     }
 
     /// Returns when `ranks` subscriptions have arrived; must succeed once before the first
@@ -51,8 +73,13 @@ impl BroadcastSender {
                 self.expected = Some(ranks);
                 return Ok(());
             }
-            if !self.socket.wait_readable(Some(deadline.saturating_sub(start.elapsed())))? {
+            let left = deadline.saturating_sub(start.elapsed());
+            if left.is_zero() {
                 return Err(self.missing(ranks, "at the end of the wait for them"));
+            }
+            let look = if self.remote.is_some() { left.min(LOOK) } else { left };
+            for socket in self.sockets() {
+                socket.wait_readable(Some(look))?;
             }
         }
     }
@@ -60,7 +87,7 @@ impl BroadcastSender {
     /// Gives `message` to every rank, numbered and stamped. Waits while a rank's queue is full.
     ///
     /// Errors when a rank stays full too long, when one has left, or when the subscriptions were
-    /// never waited for. No rank has the message then, and its number is free again.
+    /// never waited for. No rank of this host has the message then, and its number is free again.
     pub fn send(&mut self, stamp_ms: u64, message: &ToScheduler) -> Result<()> {
         let expected = self.expected.ok_or_else(|| self.missing(0, "send without wait_for_subscribers"))?;
         self.count_subscriptions()?;
@@ -69,21 +96,32 @@ impl BroadcastSender {
         }
         let bytes = encode(&BroadcastRef { sequence: self.sequence, stamp_ms, message })
             .map_err(|source| LinkError::Wire { endpoint: self.socket.endpoint().clone(), source })?;
-        self.socket.send(&bytes, self.patience)?;
+        for socket in self.sockets() {
+            socket.send(&bytes, self.patience)?;
+        }
         self.sequence += 1;
         Ok(())
     }
 
     /// Takes the notices of ranks that joined (first byte 1) or left (0).
     fn count_subscriptions(&mut self) -> Result<()> {
-        while let Some(notice) = self.socket.try_recv(|bytes| bytes.first().copied())? {
-            match notice {
-                Some(1) => self.subscribed += 1,
-                Some(0) => self.subscribed = self.subscribed.saturating_sub(1),
-                _ => {}
+        let mut subscribed = self.subscribed;
+        for socket in self.sockets() {
+            while let Some(notice) = socket.try_recv(|bytes| bytes.first().copied())? {
+                match notice {
+                    Some(1) => subscribed += 1,
+                    Some(0) => subscribed = subscribed.saturating_sub(1),
+                    _ => {}
+                }
             }
         }
+        self.subscribed = subscribed;
         Ok(())
+    }
+
+    /// Remote ranks first: their socket is the one that can fail half-way.
+    fn sockets(&self) -> impl Iterator<Item = &Socket> {
+        self.remote.iter().chain([&self.socket])
     }
 
     fn missing(&self, expected: usize, when: &'static str) -> LinkError {
@@ -104,6 +142,13 @@ impl BroadcastReceiver {
     pub fn connect(context: &Context, endpoint: &Endpoint) -> Result<Self> {
         let socket = Socket::new(context, Kind::Sub, endpoint)?;
         socket.connect()?;
+        Ok(Self { socket, next_sequence: 0 })
+    }
+
+    /// Subscribes to `endpoint` on another host, whose publisher has the secret key of `server`.
+    pub fn connect_remote(context: &Context, endpoint: &Endpoint, server: &CurvePublic) -> Result<Self> {
+        let socket = Socket::new(context, Kind::Sub, endpoint)?;
+        socket.connect_secure(server)?;
         Ok(Self { socket, next_sequence: 0 })
     }
 

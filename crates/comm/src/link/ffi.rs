@@ -1,4 +1,4 @@
-//! The part of libzmq 4.3.5's C interface that Lockstep uses (`zmq.h`), declared by hand: 16
+//! The part of libzmq 4.3.5's C interface that Lockstep uses (`zmq.h`), declared by hand: 19
 //! functions do not justify a bindings generator and its libclang.
 
 use std::ffi::{c_char, c_int, c_long, c_short, c_void};
@@ -17,9 +17,14 @@ pub(super) const MAXMSGSIZE: c_int = 22;
 pub(super) const SNDHWM: c_int = 23;
 pub(super) const RCVHWM: c_int = 24;
 pub(super) const SNDTIMEO: c_int = 28;
+pub(super) const CURVE_SERVER: c_int = 47;
+pub(super) const CURVE_PUBLICKEY: c_int = 48;
+pub(super) const CURVE_SECRETKEY: c_int = 49;
+pub(super) const CURVE_SERVERKEY: c_int = 50;
 pub(super) const IPC_FILTER_UID: c_int = 59;
 pub(super) const XPUB_NODROP: c_int = 69;
 pub(super) const XPUB_VERBOSER: c_int = 78;
+pub(super) const USE_FD: c_int = 89;
 
 pub(super) const DONTWAIT: c_int = 1;
 pub(super) const POLLIN: c_short = 1;
@@ -64,6 +69,9 @@ unsafe extern "C" {
     pub(super) fn zmq_msg_size(message: *const Message) -> usize;
     pub(super) fn zmq_msg_close(message: *mut Message) -> c_int;
     pub(super) fn zmq_poll(items: *mut PollItem, len: c_int, timeout_ms: c_long) -> c_int;
+    pub(super) fn zmq_z85_encode(to: *mut c_char, data: *const u8, len: usize) -> *mut c_char;
+    pub(super) fn zmq_curve_public(public: *mut c_char, secret: *const c_char) -> c_int;
+    pub(super) fn zmq_curve_keypair(public: *mut c_char, secret: *mut c_char) -> c_int;
     pub(super) fn zmq_errno() -> c_int;
     pub(super) fn zmq_strerror(code: c_int) -> *const c_char;
 }

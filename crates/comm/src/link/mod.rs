@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | [`Sender`] / [`Receiver`] | PUSH / PULL, many senders to one receiver | everything but the broadcast |
 //! | [`AsyncReceiver`] | PULL inside a tokio runtime | the api process |
-//! | [`BroadcastSender`] / [`BroadcastReceiver`] | XPUB / SUB | rank 0 to the other ranks of its replica |
+//! | [`BroadcastSender`] / [`BroadcastReceiver`] | XPUB / SUB | rank 0 to the other ranks of its replica, also on other hosts |
 //!
 //! **Invariants**
 //! - Nothing is dropped silently: a full queue is visible to the sender (`try_send` is false,
@@ -15,6 +15,8 @@
 //!   on a temporary directory. The prefix is 128 random bits, so two servers never meet.
 //! - Only the server's own user connects: the kernel's credentials of every peer are checked by
 //!   the binding side (abstract names have no file permissions).
+//! - What leaves the host (the broadcast to ranks of other hosts) goes over TCP with CURVE: encrypted, and only for
+//!   those who know the publisher's public key, which is never sent ([`curve`]).
 //! - libzmq never reports a dead peer; the launcher watches processes instead.
 //!
 //! A receiver has no limit on what it queues (`RCVHWM` 0) and a sender has one (`SNDHWM`). With a
@@ -24,11 +26,12 @@
 //! from the protocol (admission limits), not from the socket.
 //!
 //! Reading order: [`Endpoint`], `socket` (the safe layer over the C interface), `queue`,
-//! `asynchronous`, `broadcast`. Follows mini-SGLang `utils/mp.py`; differs: typed, acknowledged
+//! `asynchronous`, `broadcast`, [`curve`]. Follows mini-SGLang `utils/mp.py`; differs: typed, acknowledged
 //! subscriptions, sequence numbers, deadlines.
 
 mod asynchronous;
 mod broadcast;
+pub mod curve;
 mod ffi;
 mod queue;
 mod socket;
@@ -87,6 +90,16 @@ pub enum LinkError {
         /// Sequence number that came.
         got: u64,
     },
+    /// There is no CURVE in this binary's libzmq.
+    #[error(
+        "cannot {operation} CURVE keys: {reason}; build lockstep with `--features gloo` (Debian: libsodium-dev)"
+    )]
+    Curve {
+        /// What was tried.
+        operation: &'static str,
+        /// libzmq's own words.
+        reason: String,
+    },
     /// Not every rank subscribed to the broadcast in time, or one has left.
     #[error(
         "link {endpoint}: {subscribed} of {expected} ranks are subscribed to the broadcast ({when}); a missing rank is dead or still loading"
@@ -125,15 +138,7 @@ impl std::fmt::Display for Endpoint {
 /// 128 fresh random bits as 32 hex digits, drawn once per server. Not deterministic.
 pub fn random_prefix() -> String {
     let mut bits = [0u8; 16];
-    let mut filled = 0;
-    while filled < bits.len() {
-        // Requests up to 256 bytes are only ever interrupted before they start (getrandom(2)).
-        match rustix::rand::getrandom(&mut bits[filled..], rustix::rand::GetRandomFlags::empty()) {
-            Ok(n) => filled += n,
-            Err(rustix::io::Errno::INTR) => {}
-            Err(e) => panic!("the kernel gives no random numbers: {e}"),
-        }
-    }
+    crate::random::fill(&mut bits);
     bits.iter().map(|b| format!("{b:02x}")).collect()
 }
 

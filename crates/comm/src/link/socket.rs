@@ -1,10 +1,11 @@
 //! A safe layer over libzmq's sockets: bytes in, bytes out, time-outs, no message types yet.
 
+use super::curve::{self, CurvePublic, CurveSecret};
 use super::{Endpoint, LinkError, Result, ffi};
 use lockstep_core::limits::WIRE_MESSAGE_BYTES_MAX;
 use std::ffi::{CStr, CString, c_int, c_long, c_void};
 use std::marker::PhantomData;
-use std::os::fd::RawFd;
+use std::os::fd::{IntoRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -150,6 +151,27 @@ impl Socket {
         self.check("bind", unsafe { ffi::zmq_bind(self.raw.as_ptr(), name.as_ptr()) })
     }
 
+    /// Takes connections of a TCP socket that listens already, instead of binding; only from those who know the
+    /// public key of `secret`.
+    pub(super) fn bind_secure(&self, listener: OwnedFd, secret: &CurveSecret) -> Result<()> {
+        self.set(ffi::CURVE_SERVER, 1)?;
+        self.set_text(ffi::CURVE_SECRETKEY, secret.text())?;
+        let name = self.name("bind")?;
+        // libzmq closes it with the socket.
+        self.set(ffi::USE_FD, listener.into_raw_fd())?;
+        // SAFETY: the socket is open and the name is a C string.
+        self.check("bind", unsafe { ffi::zmq_bind(self.raw.as_ptr(), name.as_ptr()) })
+    }
+
+    /// Connects to whoever has the secret key of `server`.
+    pub(super) fn connect_secure(&self, server: &CurvePublic) -> Result<()> {
+        let (public, secret) = curve::fresh()?;
+        self.set_text(ffi::CURVE_SERVERKEY, server.text())?;
+        self.set_text(ffi::CURVE_PUBLICKEY, public.text())?;
+        self.set_text(ffi::CURVE_SECRETKEY, secret.text())?;
+        self.connect()
+    }
+
     /// Connects; succeeds before anybody has bound the endpoint.
     pub(super) fn connect(&self) -> Result<()> {
         let name = self.name("connect")?;
@@ -256,6 +278,11 @@ impl Socket {
         self.check("configure", rc)
     }
 
+    /// A key as text: libzmq wants the zero byte at its end, too.
+    fn set_text(&self, option: c_int, text: &CStr) -> Result<()> {
+        self.set_bytes(option, text.to_bytes_with_nul())
+    }
+
     fn set_bytes(&self, option: c_int, value: &[u8]) -> Result<()> {
         // SAFETY: the socket is open and the slice valid for its length.
         let rc =
@@ -309,7 +336,12 @@ fn errno() -> c_int {
 
 /// The error of the call that just failed on this thread.
 fn failure(operation: &'static str, endpoint: &Endpoint) -> LinkError {
+    LinkError::Socket { operation, endpoint: endpoint.clone(), reason: reason() }
+}
+
+/// libzmq's words about the call that just failed on this thread.
+pub(super) fn reason() -> String {
     // SAFETY: `zmq_strerror` returns a static C string for every number.
     let reason = unsafe { CStr::from_ptr(ffi::zmq_strerror(errno())) };
-    LinkError::Socket { operation, endpoint: endpoint.clone(), reason: reason.to_string_lossy().into_owned() }
+    reason.to_string_lossy().into_owned()
 }

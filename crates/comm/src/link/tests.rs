@@ -1,14 +1,17 @@
 //! Links between threads with contexts of their own: to libzmq that is the same as two processes.
 
+use super::curve::CurveSecret;
 use super::socket::{Kind, Socket};
 use super::{
     AsyncReceiver, BroadcastReceiver, BroadcastSender, Context, Endpoint, LinkError, Receiver, Sender,
     random_prefix,
 };
+use crate::secret::Key;
 use lockstep_core::RequestId;
 use lockstep_core::limits::WIRE_MESSAGE_BYTES_MAX;
 use lockstep_wire::{Broadcast, ToScheduler, WireError, encode};
 use std::io::Read;
+use std::net::TcpListener;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
 use std::time::{Duration, Instant};
@@ -318,5 +321,40 @@ fn children_inherit_no_descriptor_of_a_link() {
         // SAFETY: fcntl on a number; one that another test has closed meanwhile gives -1.
         let flags = unsafe { libc::fcntl(fd, libc::F_GETFD) };
         assert!(flags == -1 || flags & libc::FD_CLOEXEC != 0, "descriptor {fd} would be inherited");
+    }
+}
+
+#[test]
+fn the_broadcast_between_hosts_is_for_those_who_know_its_key() {
+    if !crate::gloo::IS_BUILT {
+        eprintln!("skipped: built without the feature gloo");
+        return;
+    }
+    let key = Key::of_secret("the secret of these tests").unwrap();
+    let secret = CurveSecret::of(&key);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let (here, there) = (endpoint("hosts"), Endpoint(format!("tcp://{}", listener.local_addr().unwrap())));
+    let context = Context::new();
+    let mut sender = BroadcastSender::bind(&context, &here, LONG).unwrap();
+    sender.add_remote(&context, (&there, listener.into()), &secret).unwrap();
+    let other = CurveSecret::of(&key.derive("another")).public().unwrap();
+    let _stranger = BroadcastReceiver::connect_remote(&Context::new(), &there, &other).unwrap();
+    let public = secret.public().unwrap();
+    let mut receivers = [
+        BroadcastReceiver::connect(&Context::new(), &here).unwrap(),
+        BroadcastReceiver::connect_remote(&Context::new(), &there, &public).unwrap(),
+    ];
+    sender.wait_for_subscribers(2, LONG).unwrap();
+    let error = sender.wait_for_subscribers(3, Duration::from_millis(200)).unwrap_err();
+    assert!(matches!(error, LinkError::Subscribers { subscribed: 2, expected: 3, .. }), "{error}");
+    for number in 0..100 {
+        sender.send(number, &ToScheduler::Abort(RequestId(number))).unwrap();
+    }
+    for receiver in &mut receivers {
+        for number in 0..100 {
+            let got = receiver.recv(Some(LONG)).unwrap().expect("nothing is lost");
+            assert_eq!((got.sequence, got.message), (number, ToScheduler::Abort(RequestId(number))));
+        }
     }
 }

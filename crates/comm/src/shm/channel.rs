@@ -32,26 +32,26 @@ const CLAIMED: usize = 24;
 /// What every rank must agree on: operation, detail (dtype, root, or the direction of a pair) and
 /// count, in one word. Compared, never used as a length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Signature(pub(super) u64);
+pub(crate) struct Signature(pub(crate) u64);
 
 impl Signature {
     const COUNT_BITS: u32 = 48;
 
-    pub(super) fn new(operation: Operation, detail: u8, count: usize) -> Self {
+    pub(crate) fn new(operation: Operation, detail: u8, count: usize) -> Self {
         let count = count as u64 & ((1 << Self::COUNT_BITS) - 1);
         Self((u64::from(operation as u8) << 56) | (u64::from(detail) << Self::COUNT_BITS) | count)
     }
 
-    pub(super) fn tensor(operation: Operation, dtype: DType, count: usize) -> Self {
+    pub(crate) fn tensor(operation: Operation, dtype: DType, count: usize) -> Self {
         Self::new(operation, dtype_code(dtype), count)
     }
 
-    pub(super) fn operation(self) -> Operation {
+    pub(crate) fn operation(self) -> Operation {
         Operation::from_code((self.0 >> 56) as u8)
     }
 
     /// For error messages.
-    pub(super) fn describe(self) -> String {
+    pub(crate) fn describe(self) -> String {
         let count = self.0 & ((1 << Self::COUNT_BITS) - 1);
         let detail = (self.0 >> Self::COUNT_BITS) as u8;
         let name = self.operation().name();

@@ -212,7 +212,7 @@ impl ShmCollective {
 }
 
 /// The elements of `0..count` that `rank` sums.
-fn shard(rank: usize, size: usize, count: usize) -> Range<usize> {
+pub(crate) fn shard(rank: usize, size: usize, count: usize) -> Range<usize> {
     let len = count.div_ceil(size).next_multiple_of(SHARD_ALIGN);
     (rank * len).min(count)..((rank + 1) * len).min(count)
 }

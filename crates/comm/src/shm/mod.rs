@@ -47,6 +47,10 @@ mod sum;
 mod threads;
 mod wait;
 
+pub(crate) use channel::Signature;
+pub(crate) use collective::shard;
+pub(crate) use sum::{Element, tree_sum};
+
 pub use abort::{ABORT_CAUSE_BYTES_MAX, AbortHandle};
 pub use collective::{ONE_SHOT_BYTES_MAX, ShmCollective};
 pub use group::{GROUP_PAYLOAD_BYTES_MAX, ShmGroup};

@@ -14,7 +14,7 @@ use half::{bf16, f16};
 const CHUNK: usize = 256;
 
 /// An element of a tensor that ranks can sum.
-pub(super) trait Element: Copy {
+pub(crate) trait Element: Copy {
     /// `to = from`, widened. Equal lengths.
     fn widen(from: &[Self], to: &mut [f32]);
     /// `to = a + b`, widened first. Equal lengths.
@@ -71,7 +71,7 @@ half_element!(bf16);
 /// # Safety
 /// For each rank of `0..size`, `source(rank)` points to `out.len()` aligned elements that nobody
 /// writes during the call and that do not overlap `out`.
-pub(super) unsafe fn tree_sum<T: Element>(source: &dyn Fn(usize) -> *const T, size: usize, out: &mut [T]) {
+pub(crate) unsafe fn tree_sum<T: Element>(source: &dyn Fn(usize) -> *const T, size: usize, out: &mut [T]) {
     for (index, out) in out.chunks_mut(CHUNK).enumerate() {
         let start = index * CHUNK;
         let len = out.len();

@@ -175,7 +175,9 @@ fn rank_config(setup: &Setup, parallel: ParallelInfo, stage: StageLayers) -> Ran
             broadcast: unused(),
             detokenizer: unused(),
             api: unused(),
+            remote: None,
         },
+        hosts: None,
     }
 }
 
