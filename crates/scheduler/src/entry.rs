@@ -55,6 +55,8 @@ pub(crate) struct Entry {
     pub pending: Option<(StepId, u32)>,
     /// Launched steps that hold a row of this request.
     pub launched: u32,
+    /// The last step that held a row of it.
+    pub last_row: StepId,
     /// Its next row tells the runner all its tokens.
     pub history_due: bool,
     /// Cached prefix at the first admission.
@@ -94,6 +96,7 @@ impl Entry {
             prefill_end: 0,
             pending: None,
             launched: 0,
+            last_row: 0,
             history_due: false,
             cached_tokens: None,
             retractions: 0,

@@ -81,6 +81,8 @@ struct LaunchedRow {
 #[derive(Debug, Default)]
 struct Scratch {
     candidates: Vec<Slot>,
+    /// Running requests that get a decode row.
+    decoding: Vec<Slot>,
     /// Running requests whose prefill has not completed, in the order in which they get tokens.
     prefilling: Vec<Slot>,
     duplicates: Vec<PageId>,

@@ -111,22 +111,27 @@ impl Scheduler {
     }
 
     fn push_decodes(&mut self, draft: &mut Draft<'_>) {
-        let mut places = self.decode_rows_max();
-        for at in 0..self.running.len() {
-            let slot = self.running[at];
-            if places > 0 && self.may_decode(slot) {
-                self.push_row(draft, slot, 1);
-                places -= 1;
-            }
+        let mut decoding = std::mem::take(&mut self.scratch.decoding);
+        decoding.extend(self.running.iter().copied().filter(|&slot| self.may_decode(slot)));
+        let places = self.decode_rows_max();
+        if decoding.len() > places {
+            // Whose last row is longest ago, of equals by precedence: else steps without decode rows in between would let
+            // the first ones take every turn.
+            decoding.sort_by_key(|&slot| self.entries[slot].last_row);
+            decoding.truncate(places);
+            decoding.sort_unstable_by_key(|&slot| self.entries[slot].precedence());
         }
+        for slot in decoding.drain(..) {
+            self.push_row(draft, slot, 1);
+        }
+        self.scratch.decoding = decoding;
         if !draft.plan.rows.is_empty() {
             self.growth.decode_step_planned();
         }
     }
 
     /// Decode rows of one step: an even part, rounded up, of those that the steps of all stages share, so that each stage
-    /// has one to compute. Steps in flight hold no more than this each, so whoever may decode is planned at the latest
-    /// when as many steps are in flight as may be.
+    /// has one to compute.
     fn decode_rows_max(&self) -> usize {
         match self.config.stages {
             1 => usize::MAX,
@@ -200,6 +205,7 @@ impl Scheduler {
         plan.pages.extend_from_slice(&entry.table.pages()[..page_count]);
         entry.computed = end;
         entry.launched += 1;
+        entry.last_row = draft.step;
         if samples {
             entry.pending = Some((draft.step, draft.samples));
             draft.samples += 1;
