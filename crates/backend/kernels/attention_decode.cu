@@ -198,22 +198,37 @@ __device__ __forceinline__ void join_warps(const Result<ROWS>& result, const flo
   });
 }
 
-// The result of a unit that `count` blocks share, of which `owner` is the first.
+// The result of a unit that `count` blocks share, of which `owner` is the first. Parts are asked for TOGETHER at a time.
 template <int ROWS>
 __device__ __forceinline__ void join_parts(const Result<ROWS>& result, const Parts& parts, u32 owner, u32 count) {
+  constexpr u32 TOGETHER = 16;
   __threadfence();
   result.each_four([&](u32 row, u32 d) {
-    // The owner's part is its second, every other block's its first.
-    auto place = [&](u32 p) { return ((owner + p) * 2 + (p == 0)) * ROWS + row; };
-    float now = NOTHING, total = 0, sums[4] = {0, 0, 0, 0};
-#pragma unroll 16
-    for (u32 p = 0; p < count; p++) now = fmaxf(now, __ldcg(&parts.states[place(p)]).x);
-#pragma unroll 16
-    for (u32 p = 0; p < count; p++) {
-      const float2 state = __ldcg(&parts.states[place(p)]);
-      const float factor = power2(state.x - now);
-      total += state.y * factor;
-      add_scaled(sums, __ldcg((const float4*)(parts.sums + (u64)place(p) * DIM + d)), factor);
+    float largest = NOTHING, total = 0, sums[4] = {0, 0, 0, 0};
+    for (u32 first = 0; first < count; first += TOGETHER) {
+      float2 state[TOGETHER];
+      float4 sum[TOGETHER];
+#pragma unroll
+      for (u32 i = 0; i < TOGETHER; i++) {
+        // The owner's part is its second, every other block's its first.
+        const u32 p = first + i, place = ((owner + p) * 2 + (p == 0)) * ROWS + row;
+        state[i] = p < count ? __ldcg(&parts.states[place]) : make_float2(NOTHING, 0.f);
+        sum[i] = p < count ? __ldcg((const float4*)(parts.sums + (u64)place * DIM + d)) : make_float4(0, 0, 0, 0);
+      }
+      float now = largest;
+#pragma unroll
+      for (u32 i = 0; i < TOGETHER; i++) now = fmaxf(now, state[i].x);
+      const float shrink = power2(largest - now);
+      largest = now;
+      total *= shrink;
+#pragma unroll
+      for (u32 e = 0; e < 4; e++) sums[e] *= shrink;
+#pragma unroll
+      for (u32 i = 0; i < TOGETHER; i++) {
+        const float factor = power2(state[i].x - now);
+        total += state[i].y * factor;
+        add_scaled(sums, sum[i], factor);
+      }
     }
     result.put(row, d, sums, total);
   });
@@ -229,6 +244,7 @@ __device__ __forceinline__ void attention_decode(const Inputs& in, elem* out, co
   __shared__ u32 starts[TOKENS_MAX + 1];
   __shared__ float2 states[WARPS][ROWS];
   __shared__ u32 is_last;
+  let_next_start();
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, quad = lane >> 2, pair = (lane & 3) * 2;
   elem* ring = (elem*)memory + warp * STAGES * PLACE;
   elem* queries = (elem*)memory + WARPS * STAGES * PLACE;
@@ -294,7 +310,6 @@ __device__ __forceinline__ void attention_decode(const Inputs& in, elem* out, co
     fill(stage);
   }
   wait_for_previous();
-  let_next_start();
   for (u32 i = threadIdx.x; i < head_count(unit) * PIECES; i += THREADS) {
     const u32 row = i / PIECES, d = i % PIECES * 8;
     *(uint4*)(queries + row * QUERY_STRIDE + d) = d < dim ? load16(query_row(unit, row) + d) : make_uint4(0, 0, 0, 0);

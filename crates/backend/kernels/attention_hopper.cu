@@ -272,8 +272,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_tile(const el
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const Work work(h, tiles, pages);
   if (threadIdx.x < GROUP) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");

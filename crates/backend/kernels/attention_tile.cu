@@ -105,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_tile(const elem* qkv
   extern __shared__ uint4 memory[];
   elem* keys = (elem*)memory;
   elem* values = keys + KEYS * STRIDE;
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   Tile tile = tiles[blockIdx.x];
   const u32 skipped = blockIdx.z * TOKENS;
   if (skipped >= tile.count) return;

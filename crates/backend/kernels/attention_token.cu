@@ -135,8 +135,8 @@ __device__ __forceinline__ void attention_token(const elem* qkv, const elem* k_c
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, sub = lane / LANES, column = (lane % LANES) * 8;
   __shared__ float warp_sums[WARPS][GROUP][LANES * 8];
   __shared__ float2 states[WARPS][GROUP];
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const Token token = tokens[blockIdx.z];
   const u32 group = h.heads / h.kv_heads, chunks = (group + GROUP - 1) / GROUP;
   const u32 kv_head = blockIdx.y / chunks, first_head = (blockIdx.y % chunks) * GROUP;

@@ -75,10 +75,11 @@ __device__ __forceinline__ uint4 packed(const float* x) {
 
 __device__ __forceinline__ uint4 load16(const elem* p) { return *(const uint4*)p; }
 
-// A weight: read once, so it leaves the first-level cache to the activations.
+// A weight: read once, so it leaves the first-level cache to the activations. Not through `.nc`: the assembler moves such
+// loads behind the wait for the previous kernel.
 __device__ __forceinline__ uint4 load16_once(const elem* p) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
 
@@ -101,13 +102,16 @@ __device__ __forceinline__ void load8_f32(const float* p, float* out) {
   out[4] = b.x; out[5] = b.y; out[6] = b.z; out[7] = b.w;
 }
 
-// The next kernel of the stream may start its prologue (sm_90 and later, where it was launched so).
+// The next kernel of the stream may start where there is room (sm_90 and later, where it was launched so). Kernels call it
+// first of all, so several of them may have started: what one reads before its wait must be older than all of them. One whose
+// next relies on more calls it after its own wait.
 __device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-// Everything that earlier kernels of the stream wrote is visible from here on.
+// Everything that earlier kernels of the stream wrote is visible from here on. Every kernel waits, in all blocks that do not end
+// at once: its end says to the next that all before it have ended too.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

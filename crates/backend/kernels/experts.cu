@@ -109,7 +109,8 @@ __device__ __forceinline__ void grouped(const Grouped& g) {
   const u32 steps = (g.k + T::DEPTH - 1) / T::DEPTH, output_tiles = (g.outputs + OUTPUTS - 1) / OUTPUTS;
   const bool takes_weights = threadIdx.x < T::LOADERS;
   const u32 thread = threadIdx.x % T::LOADERS, row = thread / T::PIECES;
-  // The list was made by the kernel before, or by the one before that, which the one before has waited for.
+  // The list was made by the kernel before, or by the one before that, which the one before has waited for
+  // when it lets this one start.
   if (GATED) {
     wait_for_previous();
     let_next_start();
@@ -214,8 +215,8 @@ EXPERTS(experts_down_128, Tile128, false)
 
 // out[row] = sum of weight * the down product of its pairs, in the order of its choices. Block y is the row.
 extern "C" __global__ void join_experts(const elem* products, const float* weights, elem* out, u32 hidden, u32 per_token) {
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const u32 i = (blockIdx.x * blockDim.x + threadIdx.x) * 8;
   if (i >= hidden) return;
   const u64 first = (u64)blockIdx.y * per_token;

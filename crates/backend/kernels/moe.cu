@@ -5,8 +5,8 @@
 // tile for every pair, which saves few rows a kernel.
 constexpr int EXPERTS_PER_LANE = 16;
 extern "C" __global__ void route(const float* logits, u32 experts, u32 per_token, int normalise, u32* chosen, float* weights, u32* order, uint4* tiles, u32* tile_count) {
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const u32 lane = threadIdx.x;
   const float* row = logits + (u64)blockIdx.x * experts;
   float p[EXPERTS_PER_LANE], largest = -3e38f, total = 0;
@@ -73,8 +73,8 @@ __device__ __forceinline__ float warp_dot(const elem* w, const elem* x, u32 k) {
 // inner[pair] = act(gate) * up of the pair's expert; gate_up is `[experts][2 * inner][hidden]`. Block y
 // is the pair, a warp one element.
 extern "C" __global__ void moe_gate_up(const elem* gate_up, const elem* x, const u32* chosen, elem* inner_out, u32 inner, u32 hidden, u32 per_token, int kind) {
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const u32 i = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), pair = blockIdx.y;
   if (i >= inner) return;
   const elem* w = gate_up + (u64)chosen[pair] * 2 * inner * hidden;
@@ -85,8 +85,8 @@ extern "C" __global__ void moe_gate_up(const elem* gate_up, const elem* x, const
 
 // out[row] = sum over its pairs of weight * down(inner[pair]); down is `[experts][hidden][inner]`.
 extern "C" __global__ void moe_down(const elem* down, const elem* inner_in, const u32* chosen, const float* weights, elem* out, u32 inner, u32 hidden, u32 per_token) {
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const u32 i = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), row = blockIdx.y;
   if (i >= hidden) return;
   float sum = 0;

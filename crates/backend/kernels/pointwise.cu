@@ -3,8 +3,8 @@
 // out[t] = table[ids[t] - first_id], zeros where another rank holds the row. An id with its highest bit set
 // is the place in `chosen` of the token that the step before chose. One block a token.
 extern "C" __global__ void embed(const elem* table, const u32* ids, const u32* chosen, u32 first_id, u32 table_rows, elem* out, u32 cols) {
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const u32 given = ids[blockIdx.x], id = given >> 31 ? chosen[given & 0x7fffffffu] : given;
   const u32 row = id - first_id;  // wraps for smaller ids, which are then too large
   const elem* from = table + (u64)row * cols;
@@ -15,8 +15,8 @@ extern "C" __global__ void embed(const elem* table, const u32* ids, const u32* c
 
 // out[i] = x[rows[i]]. One block a row.
 extern "C" __global__ void gather_rows(const elem* x, const u32* rows, elem* out, u32 cols) {
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const elem* from = x + (u64)rows[blockIdx.x] * cols;
   elem* to = out + (u64)blockIdx.x * cols;
   for (u32 i = threadIdx.x * VEC; i < cols; i += blockDim.x * VEC) *(uint4*)(to + i) = load16(from + i);
@@ -24,24 +24,24 @@ extern "C" __global__ void gather_rows(const elem* x, const u32* rows, elem* out
 
 // x *= factor.
 extern "C" __global__ void scale(elem* x, float factor, u64 count) {
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i < count) put(x + i, to_float(x[i]) * factor);
 }
 
 // x = cap * tanh(x / cap), on logits, which are f32.
 extern "C" __global__ void softcap(float* x, float cap, u64 count) {
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i < count) x[i] = cap * tanhf(x[i] / cap);
 }
 
 // out = act(gate) * up of the fused gate|up rows `[rows, 2 * inner]`. Block y is the row.
 extern "C" __global__ void gated_activation(const elem* gate_up, elem* out, u32 inner, int kind) {
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const u32 i = (blockIdx.x * blockDim.x + threadIdx.x) * 8;
   if (i >= inner) return;
   const elem* row = gate_up + (u64)blockIdx.y * 2 * inner;
@@ -56,8 +56,8 @@ extern "C" __global__ void gated_activation(const elem* gate_up, elem* out, u32 
 // The token of each row from every rank's largest logit and its column, `[ranks][rows]`. Ranks hold
 // ascending ids, so that the first of equal ones is kept; all ones where no rank has any.
 extern "C" __global__ void pick(const float2* best, u32 ranks, u32 rows, u32 local_vocab, u32* chosen) {
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const u32 row = blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= rows) return;
   float2 largest = best[row];

@@ -192,8 +192,8 @@ struct Change { u32 row, allowed, allowed_words, bias, bias_count, seen, seen_co
 
 // Minus infinity for what is not allowed, by changed row; `first_id` is the token of the first of this rank's `cols`.
 extern "C" __global__ void __launch_bounds__(THREADS) sample_mask(float* x, u32 stride, u32 first_id, u32 cols, const Change* changes, const u32* words) {
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const Change c = changes[blockIdx.y];
   if (c.allowed == NONE) return;
   float* row = x + (u64)c.row * stride;
@@ -206,8 +206,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_mask(float* x, u32 
 
 // Biases, then penalties, then bans of a changed row, a block each. Rounded one by one as on the host: no fused operations.
 extern "C" __global__ void __launch_bounds__(THREADS) sample_change(float* x, u32 stride, u32 first_id, u32 cols, const Change* changes, const u32* words) {
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const Change c = changes[blockIdx.x];
   float* row = x + (u64)c.row * stride;
   for (u32 i = threadIdx.x; i < c.bias_count; i += THREADS) {
@@ -235,8 +235,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_change(float* x, u3
 
 // Where no logit is larger than minus infinity, that and 0, and NONE as the chosen token.
 extern "C" __global__ void __launch_bounds__(THREADS) sample_best(const float* x, u32 stride, u32 cols, float2* best, u32* chosen, float2* parts, State* states) {
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const Logits logits(x, stride, cols);
   float top = -infinity();
   u32 at = NONE;
@@ -368,8 +368,8 @@ __device__ __forceinline__ void set_window(const Row& row, const double* masses,
 
 extern "C" __global__ void __launch_bounds__(THREADS) sample_weigh(const float* x, u32 stride, u32 cols, const Params* params, const float2* best, u32* chosen, double* all_masses, u32* all_bins, State* states) {
   __shared__ u32 counts[BINS];
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const Row row(x, stride, cols, params, best);
   if (!row.is_drawn()) return;
   double* masses = all_masses + (u64)blockIdx.y * TILES_MAX;
@@ -590,8 +590,8 @@ __device__ __forceinline__ bool choose_in_window(const Row& row, u64* keys, u32 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_pick(const float* x, u32 stride, u32 cols, const Params* params, const float2* best, u32* chosen, double* all_masses, u32* all_bins, State* states, u64* lists) {
   __shared__ u64 keys[SORTED_MAX];
-  wait_for_previous();
   let_next_start();
+  wait_for_previous();
   const Row row(x, stride, cols, params, best);
   if (!row.is_drawn() || !row.is_ordered()) return;
   State* shared_state = states + blockIdx.y;

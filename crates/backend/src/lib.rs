@@ -268,6 +268,21 @@ pub trait Backend {
         rows: usize,
         out: &mut Self::Tensor,
     );
+    /// [`matmul`](Self::matmul) of a fused gate|up matrix, then [`gated_activation`](Self::gated_activation) of its
+    /// result: a device may do both at once. `buffers` are room for the product, `[rows, 2n]`, whose content means
+    /// nothing afterwards, and the result, `[rows, n]`.
+    fn gated_matmul(
+        &mut self,
+        activation: Activation,
+        (w, bias): (&Self::Linear, Option<&Self::Vector>),
+        x: &Self::Tensor,
+        rows: usize,
+        buffers: (&mut Self::Tensor, &mut Self::Tensor),
+    ) {
+        let (gate_up, out) = buffers;
+        self.matmul(w, x, bias, rows, gate_up);
+        self.gated_activation(activation, gate_up, rows, out);
+    }
     /// `x *= factor`.
     fn scale(&mut self, x: &mut Self::Tensor, factor: f32, rows: usize);
     /// `x = cap * tanh(x / cap)`.

@@ -20,7 +20,8 @@ use super::memory::{Buffer, List, Staging};
 use super::tensor::{CudaTensor, VECTOR};
 use crate::{Attention, AttentionBatch, AttentionRow, BackendError, KvLayout, QkvShape, Result};
 use kernels::{
-    AttentionKernels, DECODE_ROWS, DECODE_THREADS, GROUPS, HEAD_DIM_MAX, TILE, TokenKernels, fitting,
+    AttentionKernels, DECODE_ROWS, DECODE_THREADS, DecodeKernel, FEW_TOKENS, GROUPS, HEAD_DIM_MAX, TILE,
+    TokenKernels, fitting,
 };
 use lockstep_core::PageId;
 use std::rc::Rc;
@@ -213,7 +214,10 @@ impl AttentionStep {
         let places = [q, k, v, tokens, pages, to];
         match &cache.kernels.token {
             TokenKernels::Exact(kernels) => self.launch_exact(kernels, shape, places, &heads),
-            TokenKernels::Decode(kernels) => self.launch_decode(kernels, shape, places, &heads),
+            TokenKernels::Decode { usual, few } => {
+                let is_few = self.tokens.len() / TOKEN_WORDS <= FEW_TOKENS;
+                self.launch_decode(if is_few { few } else { usual }, shape, places, &heads);
+            }
         }
         Ok(())
     }
@@ -235,15 +239,9 @@ impl AttentionStep {
         unsafe { kernels[index].launch(grid, self.arguments(places).words(heads)) };
     }
 
-    fn launch_decode(
-        &self,
-        kernels: &[(Kernel, usize)],
-        shape: &QkvShape,
-        places: [Address; 6],
-        heads: &[u32],
-    ) {
+    fn launch_decode(&self, kernels: &[DecodeKernel], shape: &QkvShape, places: [Address; 6], heads: &[u32]) {
         let (index, _) = fitting(&DECODE_ROWS[..kernels.len()], shape.local_heads / shape.local_kv_heads);
-        let (kernel, blocks) = &kernels[index];
+        let DecodeKernel { kernel, blocks } = &kernels[index];
         let count = self.tokens.len() / TOKEN_WORDS;
         for first in (0..count).step_by(DECODE_TOKENS_MAX) {
             let [q, k, v, tokens, pages, to] = places;

@@ -89,6 +89,8 @@ pub(super) struct LaunchAttribute {
 pub(super) const PROGRAMMATIC_SERIALIZATION: c_uint = 6;
 /// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
 pub(super) const MAX_DYNAMIC_SHARED_BYTES: c_int = 8;
+/// `CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT`, in hundredths of what a multiprocessor may have.
+pub(super) const SHARED_MEMORY_PERCENT: c_int = 9;
 
 const OUT_OF_MEMORY: c_int = 2;
 const NO_DEVICE: c_int = 100;

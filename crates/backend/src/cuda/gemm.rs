@@ -103,6 +103,8 @@ pub(super) struct Shape {
     pub out: DType,
     /// Whether a bias is added.
     pub bias: bool,
+    /// Whether W is n/2 rows of gates, then n/2 rows of what they gate, for an MLP whose activation follows.
+    pub gated: bool,
 }
 
 struct Plan {
@@ -121,8 +123,10 @@ pub(super) struct Operands {
     pub x: Address,
     /// `[n]`.
     pub bias: Option<Bias>,
-    /// `[m, n]`.
+    /// `[m, n]`; `[m, n/2]` where the way does a gated product's activation too.
     pub y: Address,
+    /// The activation of a gated product, as kernels name it.
+    pub activation: usize,
 }
 
 /// The library, and the plans of the shapes met so far.
@@ -244,7 +248,7 @@ impl Gemm {
     /// Descriptors of a shape. In the library's column-major words: `yᵀ[N, M]` is `W` (stored `[K, N]`,
     /// transposed) times `xᵀ[K, M]`.
     fn plan(&self, shape: Shape) -> Result<Plan> {
-        let Shape { m, n, k, out, bias } = shape;
+        let Shape { m, n, k, out, bias, .. } = shape;
         let (api, null) = (&self.api, std::ptr::null_mut());
         let mut plan = Plan { operation: null, weights: null, input: null, output: null };
         let layout = |target: &mut Opaque, dtype: DType, rows: usize, columns: usize| {

@@ -3,6 +3,7 @@
 use super::device::Device;
 use super::driver::{
     Address, Handle, LaunchAttribute, LaunchConfig, MAX_DYNAMIC_SHARED_BYTES, PROGRAMMATIC_SERIALIZATION,
+    SHARED_MEMORY_PERCENT,
 };
 use crate::Result;
 use std::ffi::{CString, c_void};
@@ -144,6 +145,16 @@ impl Kernel {
     /// One that starts only when the kernel before it has ended.
     pub fn without_overlap(self) -> Self {
         Self { overlaps: false, ..self }
+    }
+
+    /// One during which multiprocessors make at least so many hundredths of the memory that can be either shared memory, and the
+    /// rest first-level cache: kernels that overlap it find the cache that small.
+    pub fn with_shared_percent(self, percent: usize) -> Result<Self> {
+        // SAFETY: the function is loaded and never unloaded.
+        let code =
+            unsafe { (self.device.api.function_set)(self.function, SHARED_MEMORY_PERCENT, percent as i32) };
+        self.device.check(code, &format!("dividing shared memory and cache for kernel {}", self.name))?;
+        Ok(self)
     }
 
     /// Queues the kernel. What goes wrong is kept on the device and reported later.

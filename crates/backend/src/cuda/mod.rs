@@ -373,6 +373,22 @@ impl Backend for CudaBackend {
         unsafe { self.kernels.gated_activation.launch(grid, args) };
     }
 
+    fn gated_matmul(
+        &mut self,
+        activation: Activation,
+        matrix: (&CudaLinear, Option<&CudaVector>),
+        x: &CudaTensor,
+        rows: usize,
+        (gate_up, out): (&mut CudaTensor, &mut CudaTensor),
+    ) {
+        let code = moe::activation_code(activation);
+        match self.products.gated_matmul(code, matrix, x, rows, (gate_up, out)) {
+            Ok(true) => {}
+            Ok(false) => self.gated_activation(activation, gate_up, rows, out),
+            Err(error) => self.device.keep(Err(error)),
+        }
+    }
+
     fn scale(&mut self, x: &mut CudaTensor, factor: f32, rows: usize) {
         let count = rows * x.cols;
         let args = Args::default().address(x.rows(rows, x.cols, self.dtype)).float(factor).long(count);

@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 
 /// Changes with the meaning of a line.
-const FORMAT: &str = "1";
+const FORMAT: &str = "2";
 
 /// Times what is queued, with caches that hold nothing of it: in a step weights come from memory.
 pub(super) struct Stopwatch {
@@ -97,7 +97,7 @@ impl TimedWays {
     pub fn store(&self) {
         let Some(file) = &self.file else { return };
         let mut lines: Vec<_> = self.ways.iter().collect();
-        lines.sort_by_key(|(Shape { m, n, k, bias, .. }, _)| (*n, *k, *m, *bias));
+        lines.sort_by_key(|(Shape { m, n, k, bias, gated, .. }, _)| (*n, *k, *m, *bias, *gated));
         let lines: String = lines.iter().map(|(shape, (way, note))| line(shape, way, note.trim())).collect();
         if let Err(error) = store(file, lines.as_bytes()) {
             tracing::warn!("times of matrix products cannot be kept in {}: {error}", file.display());
@@ -115,14 +115,16 @@ fn name(way: FewRowsWay) -> &'static str {
 }
 
 fn line(shape: &Shape, way: &Way, note: &str) -> String {
-    let Shape { m, n, k, out, bias } = shape;
+    let Shape { m, n, k, out, bias, gated } = shape;
     let way = match way {
         Way::FewRows(way) => name(*way).to_owned(),
         Way::Library(words) => {
             words.iter().fold(LIBRARY.to_owned(), |text, word| format!("{text} {word:016x}"))
         }
     };
-    format!("{m} {n} {k} {} {} {way} # {note}\n", out.name(), if *bias { "bias" } else { "plain" })
+    let bias = if *bias { "bias" } else { "plain" };
+    let gated = if *gated { "gated" } else { "whole" };
+    format!("{m} {n} {k} {} {bias} {gated} {way} # {note}\n", out.name())
 }
 
 fn parse(line: &str) -> Option<(Shape, (Way, String))> {
@@ -137,6 +139,11 @@ fn parse(line: &str) -> Option<(Shape, (Way, String))> {
         "plain" => false,
         _ => return None,
     };
+    let gated = match words.next()? {
+        "gated" => true,
+        "whole" => false,
+        _ => return None,
+    };
     let kind = words.next()?;
     let way = if kind == LIBRARY {
         let mut algorithm: Algorithm = [0; 8];
@@ -147,7 +154,7 @@ fn parse(line: &str) -> Option<(Shape, (Way, String))> {
     } else {
         Way::FewRows(FewRowsWay::ALL.into_iter().find(|way| name(*way) == kind)?)
     };
-    words.next().is_none().then(|| (Shape { m, n, k, out, bias }, (way, note.trim().to_owned())))
+    words.next().is_none().then(|| (Shape { m, n, k, out, bias, gated }, (way, note.trim().to_owned())))
 }
 
 #[cfg(test)]
@@ -156,9 +163,9 @@ mod tests {
 
     #[test]
     fn lines_are_read_as_they_were_written() {
-        let shape = Shape { m: 32, n: 4096, k: 12_288, out: DType::Bf16, bias: true };
         let algorithm = [1, u64::MAX, 3, 0, 5, 6, 7, 8];
-        for way in [Way::FewRows(FewRowsWay::Skinny), Way::Library(algorithm)] {
+        for (way, gated) in [(Way::FewRows(FewRowsWay::Skinny), true), (Way::Library(algorithm), false)] {
+            let shape = Shape { m: 32, n: 4096, k: 12_288, out: DType::Bf16, bias: true, gated };
             let line = line(&shape, &way, "skinny 9.10 library 12.70");
             let (read, (read_way, note)) = parse(line.trim_end()).unwrap();
             assert_eq!((read, read_way, note.as_str()), (shape, way, "skinny 9.10 library 12.70"));
@@ -169,13 +176,14 @@ mod tests {
     fn lines_that_make_no_sense_count_as_none() {
         for line in [
             "",
-            "1 2 3 bf16 plain gemv",
-            "1 2 bf16 plain gemv #",
-            "1 2 3 q4 plain gemv #",
-            "1 2 3 bf16 maybe gemv #",
-            "1 2 3 bf16 plain magic #",
-            "1 2 3 bf16 plain library 0 1 2 #",
-            "1 2 3 bf16 plain gemv more #",
+            "1 2 3 bf16 plain whole gemv",
+            "1 2 bf16 plain whole gemv #",
+            "1 2 3 q4 plain whole gemv #",
+            "1 2 3 bf16 maybe whole gemv #",
+            "1 2 3 bf16 plain gemv #",
+            "1 2 3 bf16 plain whole magic #",
+            "1 2 3 bf16 plain whole library 0 1 2 #",
+            "1 2 3 bf16 plain whole gemv more #",
         ] {
             assert!(parse(line).is_none(), "{line}");
         }

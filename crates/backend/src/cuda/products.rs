@@ -33,6 +33,8 @@ const LONG_US: f32 = 100.0;
 /// What our own kernels gain in a step by starting before the kernel before them has ended, and asking for weights
 /// meanwhile: a stopwatch does not see it.
 const EARLY_START_US: f32 = 0.8;
+/// What the activation of a gated product takes as a kernel of its own, which the library's products leave to it.
+const ACTIVATION_US: f32 = 1.5;
 
 /// One way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,27 +106,64 @@ impl Products {
     /// Queues `out = x w^T + bias` for the first `rows` rows. Panics when sizes or types differ.
     pub fn matmul(
         &mut self,
-        (w, bias): (&CudaLinear, Option<&CudaVector>),
+        matrix: (&CudaLinear, Option<&CudaVector>),
         x: &CudaTensor,
         rows: usize,
         out: &CudaTensor,
     ) -> Result<()> {
-        let (shape, operands) = self.describe((w, bias), x, rows, out);
+        let (shape, operands) = self.describe(matrix, None, x, rows, out);
         if rows == 0 {
             return Ok(());
         }
-        let way = match self.decided.get(&shape) {
-            Some(way) => *way,
-            None => self.decide((w, bias), x, rows, out)?,
-        };
+        let way = self.way(shape, matrix, None, x, out)?;
         // SAFETY: `describe` has checked the sizes.
         unsafe { self.run_by(&way, shape, operands) }
+    }
+
+    /// [`Self::matmul`] of a gate|up matrix, into `gate_up`; or, where a kernel of ours is fastest, with its activation
+    /// into `out` at once. Says whether that was so.
+    pub fn gated_matmul(
+        &mut self,
+        activation: usize,
+        matrix: (&CudaLinear, Option<&CudaVector>),
+        x: &CudaTensor,
+        rows: usize,
+        (gate_up, out): (&CudaTensor, &CudaTensor),
+    ) -> Result<bool> {
+        let (shape, mut operands) = self.describe(matrix, Some(activation), x, rows, gate_up);
+        if rows == 0 {
+            return Ok(true);
+        }
+        let way = self.way(shape, matrix, Some(activation), x, gate_up)?;
+        let ours = matches!(way, Way::FewRows(_));
+        if ours {
+            operands.y = out.rows(rows, shape.n / 2, self.dtype);
+        }
+        // SAFETY: `describe` has checked the sizes, `rows` those of the result.
+        unsafe { self.run_by(&way, shape, operands)? };
+        Ok(ours)
+    }
+
+    /// The way of a shape: the one that was decided on, or is now.
+    fn way(
+        &mut self,
+        shape: Shape,
+        matrix: (&CudaLinear, Option<&CudaVector>),
+        activation: Option<usize>,
+        x: &CudaTensor,
+        out: &CudaTensor,
+    ) -> Result<Way> {
+        match self.decided.get(&shape) {
+            Some(way) => Ok(*way),
+            None => self.decide(matrix, activation, x, shape.m, out),
+        }
     }
 
     /// The way of products of `rows` rows, for good.
     fn decide(
         &mut self,
-        (w, bias): (&CudaLinear, Option<&CudaVector>),
+        matrix: (&CudaLinear, Option<&CudaVector>),
+        activation: Option<usize>,
         x: &CudaTensor,
         rows: usize,
         out: &CudaTensor,
@@ -135,11 +174,11 @@ impl Products {
         let prompt = prompt_rows.filter(|n| *n <= rows_max).map(|n| timed_rows(n, rows_max));
         for rows in [Some(like).filter(|n| *n <= TIMED_ROWS_MAX), prompt].into_iter().flatten() {
             // Rows beyond the step's hold nothing that anyone needs.
-            let (shape, operands) = self.describe((w, bias), x, rows, out);
-            // SAFETY: `describe` has checked the sizes.
+            let (shape, operands) = self.describe(matrix, activation, x, rows, out);
+            // SAFETY: `describe` has checked the sizes; a gated product with its activation has half the results.
             unsafe { self.time_if_tuning(shape, operands)? };
         }
-        let (shape, _) = self.describe((w, bias), x, rows, out);
+        let (shape, _) = self.describe(matrix, activation, x, rows, out);
         let way = match self.timed.get(&Shape { m: like, ..shape }) {
             Some(way) if like == rows => way,
             Some(way) => self.likewise(way, shape)?,
@@ -169,10 +208,12 @@ impl Products {
         }
     }
 
-    /// Shape and operands of `out = x w^T + bias`. Panics when sizes or types differ.
+    /// Shape and operands of `out = x w^T + bias`, which is gated if there is an activation. Panics when sizes or types
+    /// differ.
     pub fn describe(
         &self,
         (w, bias): (&CudaLinear, Option<&CudaVector>),
+        activation: Option<usize>,
         x: &CudaTensor,
         rows: usize,
         out: &CudaTensor,
@@ -180,8 +221,9 @@ impl Products {
         let (n, k) = (w.spec.out_features, w.spec.in_features);
         let bias = bias.map(|bias| Bias { exact: bias.exact(n), rounded: bias.rounded.address() });
         let (x, y) = (x.rows(rows, k, self.dtype), out.rows(rows, n, out.dtype));
-        let shape = Shape { m: rows, n, k, out: out.dtype, bias: bias.is_some() };
-        (shape, Operands { weights: w.buffer.address(), x, bias, y })
+        let gated = activation.is_some();
+        let shape = Shape { m: rows, n, k, out: out.dtype, bias: bias.is_some(), gated };
+        (shape, Operands { weights: w.buffer.address(), x, bias, y, activation: activation.unwrap_or(0) })
     }
 
     /// The ways that are timed for a shape, ours first.
@@ -191,7 +233,7 @@ impl Products {
         Ok(ours.map(Way::FewRows).chain(library).collect())
     }
 
-    /// Queues one product by one of [`Self::ways`].
+    /// Queues one product by one of [`Self::ways`]. Of a gated one, our ways do the activation too.
     ///
     /// # Safety
     /// The operands are valid for `shape` and do not overlap.
@@ -238,8 +280,11 @@ impl Products {
             }
             times.push((stopwatch.us(|| run(self, &way))?, way));
         }
-        let as_in_steps =
-            |(us, way): &(f32, Way)| us - if matches!(way, Way::FewRows(_)) { EARLY_START_US } else { 0.0 };
+        let as_in_steps = |(us, way): &(f32, Way)| match way {
+            Way::FewRows(_) => us - EARLY_START_US,
+            Way::Library(_) if shape.gated => us + ACTIVATION_US,
+            Way::Library(_) => *us,
+        };
         times.sort_by(|a, b| as_in_steps(a).total_cmp(&as_in_steps(b)));
         for (us, way) in times.iter_mut().take(FINALISTS) {
             for _ in 0..if *us < LONG_US { RUNS } else { RUNS_OF_LONG } {

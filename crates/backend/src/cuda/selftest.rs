@@ -193,7 +193,7 @@ impl Probe for CudaBackend {
         rows: usize,
         out: &mut CudaTensor,
     ) -> Result<()> {
-        let (shape, operands) = self.products.describe((w, bias), x, rows, out);
+        let (shape, operands) = self.products.describe((w, bias), None, x, rows, out);
         let ways = self.products.ways(shape)?;
         // Of the library's algorithms the first, which it takes for the fastest.
         let ours = ways.iter().take_while(|way| matches!(way, Way::FewRows(_))).count();

@@ -197,8 +197,8 @@ impl<B: Backend> GatedMlp<B> {
         buffers: &mut DenseBuffers<B>,
         partial: &mut B::Tensor,
     ) {
-        self.gate_up.forward(backend, x, rows, &mut buffers.gate_up);
-        backend.gated_activation(self.activation, &buffers.gate_up, rows, &mut buffers.gated);
+        let room = (&mut buffers.gate_up, &mut buffers.gated);
+        self.gate_up.forward_gated(backend, self.activation, x, rows, room);
         self.down.forward(backend, &buffers.gated, rows, partial);
     }
 }

@@ -4,6 +4,7 @@ use crate::Result;
 use crate::families::Stored;
 use crate::loader::Loader;
 use lockstep_backend::Backend;
+use lockstep_core::config::Activation;
 use lockstep_core::shard::{Columns, Group, Piece, RowCut, WeightRule};
 
 /// The rules of a linear's weight and bias.
@@ -76,6 +77,19 @@ impl<B: Backend> ColumnParallel<B> {
     /// `out = x · Wᵀ + b`, `[rows, local_out]`.
     pub fn forward(&self, backend: &mut B, x: &B::Tensor, rows: usize, out: &mut B::Tensor) {
         backend.matmul(&self.weight, x, self.bias.as_ref(), rows, out);
+    }
+
+    /// The same of gate|up, and its activation: `[rows, local_out / 2]` into the second of `buffers`, the first of which is
+    /// room for the product.
+    pub fn forward_gated(
+        &self,
+        backend: &mut B,
+        activation: Activation,
+        x: &B::Tensor,
+        rows: usize,
+        buffers: (&mut B::Tensor, &mut B::Tensor),
+    ) {
+        backend.gated_matmul(activation, (&self.weight, self.bias.as_ref()), x, rows, buffers);
     }
 }
 

@@ -18,6 +18,11 @@ pub(super) const DECODE_ROWS: [usize; 3] = [4, 8, 16];
 /// Warps of its blocks, and positions that each takes at a time.
 const DECODE_WARPS: usize = 4;
 const DECODE_KEYS: usize = 16;
+/// Tokens of a launch up to which it takes less of a multiprocessor's shared memory: products of so few rows start before it has
+/// ended, and their loads in flight need first-level cache (measured on an H200: they then took twice as long).
+pub(super) const FEW_TOKENS: usize = 8;
+/// Blocks of a multiprocessor then.
+const RESIDENT_OF_FEW: usize = 2;
 /// Threads of its blocks.
 pub(super) const DECODE_THREADS: usize = 32 * DECODE_WARPS;
 /// Positions of shared memory that a tile holds at once, and padding of its rows in elements.
@@ -84,9 +89,20 @@ impl TileKernel {
 pub(super) enum TokenKernels {
     /// f32, by [`GROUPS`].
     Exact(Vec<Kernel>),
-    /// 16-bit types, by [`DECODE_ROWS`]; the blocks that the GPU holds at once, which every launch has: of
-    /// fewer, launched early, a multiprocessor may get more than its share.
-    Decode(Vec<(Kernel, usize)>),
+    /// 16-bit types.
+    Decode {
+        /// By [`DECODE_ROWS`].
+        usual: Vec<DecodeKernel>,
+        /// The same for [`FEW_TOKENS`] tokens and fewer.
+        few: Vec<DecodeKernel>,
+    },
+}
+
+/// `attention_decode.cu` for so many rows, and the blocks of it that the GPU holds at once, which every launch has: of fewer,
+/// launched early, a multiprocessor may get more than its share.
+pub(super) struct DecodeKernel {
+    pub kernel: Kernel,
+    pub blocks: usize,
 }
 
 impl AttentionKernels {
@@ -108,15 +124,21 @@ impl AttentionKernels {
         let names = ["attention_decode_4", "attention_decode_8", "attention_decode_16"];
         let sources = [(Source::AttentionDecode(dim), dtype), (TileKernel::source(device, dim), dtype)];
         Source::compile_missing(&sources, &device.architecture());
-        let module = Source::AttentionDecode(dim).load(device, dtype)?;
         let usable = if dim == HEAD_DIM_MAX { &names[..2] } else { &names };
         let plan = DecodePlan::new(&device.architecture(), dim);
-        let kernels = usable.iter().zip(DECODE_ROWS).map(|(name, rows)| {
-            let blocks = plan.resident(rows) * device.sm_count;
-            Ok((module.kernel(name, plan.shared_bytes(rows) as u32)?, blocks))
-        });
+        let load = |resident_max: usize| {
+            // How a kernel divides shared memory and cache holds for the whole module, so each takes its own.
+            let module = Source::AttentionDecode(dim).load(device, dtype)?;
+            let kernels = usable.iter().zip(DECODE_ROWS).map(|(name, rows)| {
+                let resident = plan.resident(rows).min(resident_max);
+                let kernel = module.kernel(name, plan.shared_bytes(rows) as u32)?;
+                let kernel = kernel.with_shared_percent(plan.shared_percent(rows, resident))?;
+                Ok(DecodeKernel { kernel, blocks: resident * device.sm_count })
+            });
+            kernels.collect::<Result<Vec<_>>>()
+        };
         Ok(Self {
-            token: TokenKernels::Decode(kernels.collect::<Result<_>>()?),
+            token: TokenKernels::Decode { usual: load(usize::MAX)?, few: load(RESIDENT_OF_FEW)? },
             tile: Some(TileKernel::load(device, dim, dtype)?),
         })
     }
@@ -155,6 +177,11 @@ impl DecodePlan {
         self.stages * (ring + rows * (self.dim + TILE_PADDING)) * size_of::<u16>()
     }
 
+    /// Shared memory of a block with what the kernel declares itself, and what the system takes.
+    fn block_bytes(&self, rows: usize) -> usize {
+        self.shared_bytes(rows) + 3072 + 1024
+    }
+
     /// Blocks of a multiprocessor at once.
     fn resident(&self, rows: usize) -> usize {
         let by_registers = match self.dim {
@@ -162,9 +189,12 @@ impl DecodePlan {
             128 => 3,
             _ => 1,
         };
-        // What the kernel declares itself, and what the system takes.
-        let block = self.shared_bytes(rows) + 3072 + 1024;
-        (self.shared_bytes / block).clamp(1, by_registers)
+        (self.shared_bytes / self.block_bytes(rows)).clamp(1, by_registers)
+    }
+
+    /// Hundredths of shared memory that `resident` blocks take.
+    fn shared_percent(&self, rows: usize, resident: usize) -> usize {
+        (100 * resident * self.block_bytes(rows)).div_ceil(self.shared_bytes).min(100)
     }
 }
 
@@ -188,6 +218,8 @@ mod tests {
         }
         let resident = |dim, rows| DecodePlan::new("sm_90a", dim).resident(rows);
         assert_eq!([resident(64, 4), resident(128, 8), resident(128, 16), resident(256, 4)], [4, 3, 2, 1]);
+        let percent = |resident| DecodePlan::new("sm_90a", 128).shared_percent(4, resident);
+        assert_eq!([percent(1), percent(2), percent(3)], [31, 61, 92]);
     }
 
     #[test]

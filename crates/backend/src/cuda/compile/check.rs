@@ -1,5 +1,6 @@
 //! Every kernel through the compiler for every architecture, without a GPU.
 
+use super::super::few_rows::GEMV_NAMES;
 use super::*;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -36,8 +37,8 @@ impl Source {
             Self::Pointwise => &["embed", "gather_rows", "scale", "softcap", "gated_activation", "poison"],
             Self::Norm => &["rms_norm", "add_norm"],
             Self::Rope => &["rope_and_store"],
-            Self::Gemv => &["gemv_1", "gemv_2", "gemv_1_f32", "gemv_2_f32"],
-            Self::Skinny => &["skinny"],
+            Self::Gemv => GEMV_NAMES.as_flattened(),
+            Self::Skinny => &["skinny_plain", "skinny_gated"],
             Self::Moe => &["route", "moe_gate_up", "moe_down"],
             Self::Experts => &[
                 "group",

@@ -55,6 +55,7 @@ pub(super) const ALL: &[Operation] = operations![
     logits "matmul to f32, softcap" 0.1;
     argmax "argmax" 0.0;
     gated_activation "gated_activation" 1.0;
+    gated_matmul "gated_matmul" 2.5;
     scale "scale" 1.0;
     reduce_add_norm "reduce_add_norm" 2.5;
     attention "rope_and_store, attention" 3.0;
@@ -122,10 +123,11 @@ fn rms_norm<P: Probe>(backend: &mut P, mut random: Random) -> Case {
     Ok((backend.read(&out, rows)?.into_owned(), format!("{rows} x {cols}")))
 }
 
-/// Rows, outputs and inputs of a product.
+/// Rows, outputs and inputs of a product; of few rows also large ones.
 fn product_shape(random: &mut Random) -> (usize, usize, usize) {
-    let rows = random.pick(&[1, 1, 2, 3, 8, 17, 64, 200]);
-    (rows, 1 + random.below(700), 8 * (1 + random.below(200)))
+    let rows = random.pick(&[1, 1, 1, 2, 2, 3, 8, 17, 64, 200]);
+    let most = if rows <= 3 { random.pick(&[700, 4000]) } else { 700 };
+    (rows, 1 + random.below(most), 8 * (1 + random.below(most / 3)))
 }
 
 fn matmul<P: Probe>(backend: &mut P, mut random: Random) -> Case {
@@ -208,6 +210,20 @@ fn gated_activation<P: Probe>(backend: &mut P, mut random: Random) -> Case {
     let mut out = backend.empty(rows, inner)?;
     backend.gated_activation(activation, &x, rows, &mut out);
     Ok((backend.read(&out, rows)?.into_owned(), format!("{activation:?} {rows} x {inner}")))
+}
+
+/// A fused gate|up matrix and its activation at once, or one after the other.
+fn gated_matmul<P: Probe>(backend: &mut P, mut random: Random) -> Case {
+    let (rows, inner, inputs) = product_shape(&mut random);
+    let activation = random.pick(&[Activation::Silu, Activation::GeluTanh]);
+    let (x, bias) = (random.values(rows * inputs), random.values(2 * inner));
+    let w = linear(backend, &mut random, 2 * inner, inputs)?;
+    let x = backend.filled(&x, inputs)?;
+    let bias = (random.below(2) == 0).then(|| backend.vector(&bias)).transpose()?;
+    let (mut gate_up, mut out) = (backend.empty(rows, 2 * inner)?, backend.empty(rows, inner)?);
+    backend.gated_matmul(activation, (&w, bias.as_ref()), &x, rows, (&mut gate_up, &mut out));
+    let shape = format!("{activation:?} {rows} x {inner} x {inputs}, bias {}", bias.is_some());
+    Ok((backend.read(&out, rows)?.into_owned(), shape))
 }
 
 fn scale<P: Probe>(backend: &mut P, mut random: Random) -> Case {
