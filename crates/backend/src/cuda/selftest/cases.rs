@@ -215,6 +215,7 @@ fn gated_activation<P: Probe>(backend: &mut P, mut random: Random) -> Case {
 /// A fused gate|up matrix and its activation at once, or one after the other.
 fn gated_matmul<P: Probe>(backend: &mut P, mut random: Random) -> Case {
     let (rows, inner, inputs) = product_shape(&mut random);
+    let inner = inner.next_multiple_of(8);
     let activation = random.pick(&[Activation::Silu, Activation::GeluTanh]);
     let (x, bias) = (random.values(rows * inputs), random.values(2 * inner));
     let w = linear(backend, &mut random, 2 * inner, inputs)?;
