@@ -219,7 +219,7 @@ mod tests {
         let resident = |dim, rows| DecodePlan::new("sm_90a", dim).resident(rows);
         assert_eq!([resident(64, 4), resident(128, 8), resident(128, 16), resident(256, 4)], [4, 3, 2, 1]);
         let percent = |resident| DecodePlan::new("sm_90a", 128).shared_percent(4, resident);
-        assert_eq!([percent(1), percent(2), percent(3)], [31, 61, 92]);
+        assert_eq!([percent(1), percent(2), percent(3)], [31, 62, 93]);
     }
 
     #[test]
