@@ -444,6 +444,30 @@ fn stages_share_the_decode_rows_and_no_row_waits_for_a_step_in_flight() {
     harness.drain(100);
 }
 
+/// Prefill steps between two decode steps make the first ones' tokens known while the others wait for their turn.
+#[test]
+fn every_decode_gets_its_turn_though_prefill_steps_come_between() {
+    let config = SchedulerConfig { stages: 2, mixed: false, token_budget: 2, ..config(4, 400) };
+    let mut harness = Harness::new(config, true);
+    let decoding: Vec<_> = (0..6).map(|tag| harness.submit(prompt(tag, 2), endless(80)).unwrap()).collect();
+    while decoding.iter().any(|id| harness.outputs[id].tokens.is_empty()) {
+        harness.turn();
+    }
+    harness.submit(prompt(9, 900), endless(1)).unwrap();
+    let mut waited: Vec<u32> = vec![0; decoding.len()];
+    for _ in 0..200 {
+        harness.turn();
+        let rows = planned(&harness);
+        for (id, waited) in decoding.iter().zip(&mut waited).filter(|_| !rows.is_empty()) {
+            *waited = if rows.contains(&id.0) { 0 } else { *waited + 1 };
+        }
+        // Two turns of two stages, each after the longest run of prefill steps.
+        let bound = 4 * (SchedulerConfig::PREFILL_RUN_MAX + 1);
+        assert!(waited.iter().all(|steps| *steps < bound), "{waited:?}");
+    }
+    harness.drain(2000);
+}
+
 #[test]
 fn chunks_of_one_prompt_follow_each_other_through_the_stages() {
     let mut harness = Harness::new(SchedulerConfig { stages: 4, token_budget: 8, ..config(4, 100) }, true);
