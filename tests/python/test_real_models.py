@@ -4,11 +4,18 @@ with Qwen2.5-Coder, each at its legal tp sizes."""
 import json
 import os
 import pathlib
+import sys
 
 import pytest
 
 from conftest import Server
 
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests" / "bench"))
+import perplexity  # noqa: E402
+
+# What multiplying with a file's integers and rounded activations may change of a model's perplexity (docs/performance.md).
+PERPLEXITY_SHARE_MAX = 0.005
 # Below this gap between the two best logits, implementations may rightly choose differently.
 MARGIN_MIN = 0.01
 REFERENCE = json.loads((pathlib.Path(__file__).parent / "data" / "smollm2_reference.json").read_text(encoding="utf-8"))
@@ -38,6 +45,19 @@ def test_smollm2_continues_as_the_reference_does(binary, tp):
         compared += sure
     assert compared == 155
     server.stop()
+
+
+def test_products_with_codes_keep_the_perplexity(binary):
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    values = []
+    for flags in ([], ["--cpu-exact"]):
+        server = serve(binary, "smollm2-135m", 1, *flags)
+        value, tokens = perplexity.perplexity(server.port, [text], 1000, 4)
+        assert tokens > 500
+        values.append(value)
+        server.stop()
+    assert values[0] != values[1], "one of the servers did not do what its flags say"
+    assert abs(values[0] / values[1] - 1) < PERPLEXITY_SHARE_MAX, values
 
 
 @pytest.mark.parametrize("tp", [1, 2])
