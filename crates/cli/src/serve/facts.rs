@@ -86,7 +86,7 @@ fn sample(file: &File, size: u64, hash: &mut Sha256) -> io::Result<()> {
     }
     let mut piece = [0; SAMPLE_BYTES];
     for index in 0..SAMPLES {
-        file.read_exact_at(&mut piece, (size - SAMPLE_BYTES as u64) / (SAMPLES - 1) * index)?;
+        file.read_exact_at(&mut piece, (size - SAMPLE_BYTES as u64) * index / (SAMPLES - 1))?;
         hash.update(piece);
     }
     Ok(())

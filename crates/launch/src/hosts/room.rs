@@ -279,6 +279,12 @@ impl Shared {
         self.state().refused = Some(why);
     }
 
+    /// Kept before it is said: whoever has heard a refusal finds it named here.
+    fn send_away(&self, writer: &mut TrustedWriter, why: String) {
+        self.refuse(why.clone());
+        let _ = send(writer, &ToHost::Refused(why));
+    }
+
     fn serve_host(&self, mut reader: TrustedReader, mut writer: TrustedWriter, peer: SocketAddr) {
         let join = match reader.recv(JOIN_PATIENCE).map(|bytes| serde_json::from_slice(&bytes)) {
             Ok(Ok(FromHost::Join(join))) => join,
@@ -293,12 +299,10 @@ impl Shared {
         if let Err(why) = self.check(&join).and_then(|()| {
             send(&mut writer, &welcome).map_err(|error| format!("host {host} at {peer}: {error}"))
         }) {
-            let _ = send(&mut writer, &ToHost::Refused(why.clone()));
-            return self.refuse(why);
+            return self.send_away(&mut writer, why);
         }
         if let Err((why, mut writer)) = self.seat(host, writer, peer) {
-            let _ = send(&mut writer, &ToHost::Refused(why.clone()));
-            return self.refuse(why);
+            return self.send_away(&mut writer, why);
         }
         tracing::info!("host {host} has joined from {}", peer.ip());
         let why = loop {
