@@ -203,7 +203,7 @@ impl dyn Collective + '_ {
         unsafe { self.all_reduce(x.as_mut_ptr().cast(), x.len(), DType::F32, StreamHandle::HOST) }
     }
 
-    /// Sends `x` to rank `peer`, which must call [`recv_f32`](Self::recv_f32) with as many.
+    /// Sends `x` to rank `peer`, which must call `recv_f32` with as many.
     pub fn send_f32(&self, x: &[f32], peer: usize) -> Result<()> {
         // SAFETY: the slice is valid for its length, and host operations finish before returning.
         unsafe { self.send(x.as_ptr().cast(), x.len(), DType::F32, peer, StreamHandle::HOST) }
