@@ -14,8 +14,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "bench"))
 import perplexity  # noqa: E402
 
-# What multiplying with a file's integers and rounded activations may change of a model's perplexity (docs/performance.md).
-PERPLEXITY_SHARE_MAX = 0.005
+# What multiplying with a file's integers and rounded activations may change of a model's perplexity: below 0.1 % over 10,000 tokens
+# (docs/performance.md); of a few hundred tokens it varies by 0.7 %, and a wrong scale would change it tenfold.
+PERPLEXITY_SHARE_MAX = 0.02
 # Below this gap between the two best logits, implementations may rightly choose differently.
 MARGIN_MIN = 0.01
 REFERENCE = json.loads((pathlib.Path(__file__).parent / "data" / "smollm2_reference.json").read_text(encoding="utf-8"))

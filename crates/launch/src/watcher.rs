@@ -390,6 +390,8 @@ impl Watcher {
         while let Some(signal) = self.signals.next() {
             // A terminal that closes sends SIGHUP twice (shell and kernel): never "hurry up".
             if self.signalled && signal != libc::SIGHUP {
+                // What was asked for before counts: cleanups above all, when both signals come in one turn of the loop.
+                self.take_commands();
                 self.sudden_end(signal);
             }
             self.signalled = true;
