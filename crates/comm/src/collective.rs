@@ -129,6 +129,12 @@ impl StreamHandle {
     pub const HOST: Self = Self(std::ptr::null_mut());
 }
 
+/// What is wrong with `peer` as the other end of a transfer of rank `rank` of `size`, if anything is.
+pub(crate) fn peer_problem(rank: usize, size: usize, peer: usize) -> Option<String> {
+    let is_another = peer < size && peer != rank;
+    (!is_another).then(|| format!("the peer is rank {peer}, it must be another of the {size} ranks"))
+}
+
 /// Sums and gathers over one group of ranks (a TP group, or a pipeline pair for send/recv).
 ///
 /// **Collective:** every method must be called by all ranks of the group, in the same order, with

@@ -4,7 +4,7 @@ use super::lane::{HEADER_BYTES, Lane};
 use super::mesh::Mesh;
 use super::transport::Buffer;
 use super::transport_types::Pair;
-use crate::collective::{Collective, Result, StreamHandle};
+use crate::collective::{Collective, Result, StreamHandle, peer_problem};
 use crate::group::Patience;
 use crate::shm::{Element, ONE_SHOT_BYTES_MAX, Operation, Signature, shard, tree_sum};
 use crate::watch::{Mark, Track};
@@ -211,12 +211,8 @@ impl GlooCollective {
 
     /// Errors unless `peer` is another rank of the group.
     fn check_peer(&self, operation: Operation, peer: usize) -> Result<()> {
-        let (rank, size) = (self.lane.rank, self.lane.size());
-        if peer < size && peer != rank {
-            return Ok(());
-        }
-        let problem = format!("the peer is rank {peer}, it must be another of the {size} ranks");
-        Err(self.lane.invalid(operation, problem))
+        let problem = peer_problem(self.lane.rank, self.lane.size(), peer);
+        problem.map_or(Ok(()), |problem| Err(self.lane.invalid(operation, problem)))
     }
 }
 

@@ -8,7 +8,7 @@ use super::pair::Pairs;
 use super::region::SharedRegion;
 use super::sum::{Element, tree_sum};
 use super::wait::ShmOptions;
-use crate::collective::{Collective, Result, StreamHandle};
+use crate::collective::{Collective, Result, StreamHandle, peer_problem};
 use crate::group::Patience;
 use crate::watch::Mark;
 use lockstep_core::{DType, ParallelInfo};
@@ -202,12 +202,8 @@ impl ShmCollective {
 
     /// Errors unless `peer` is another rank of the group.
     fn check_peer(&self, operation: Operation, peer: usize) -> Result<()> {
-        let (rank, size) = (self.channel.rank, self.channel.size);
-        if peer < size && peer != rank {
-            return Ok(());
-        }
-        let problem = format!("the peer is rank {peer}, it must be another of the {size} ranks");
-        Err(self.channel.invalid(operation, problem))
+        let problem = peer_problem(self.channel.rank, self.channel.size, peer);
+        problem.map_or(Ok(()), |problem| Err(self.channel.invalid(operation, problem)))
     }
 }
 

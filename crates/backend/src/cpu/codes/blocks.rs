@@ -3,7 +3,7 @@
 use super::inputs::{BLOCK_ROWS, CodedRows};
 use super::kernels::CodeBlock;
 use super::panel::{PanelBlock, Source, Unpack, panel_group_bytes};
-use crate::cpu::matmul::{Blocks, Cut, Levels, NextTiles, PANEL_LEN, Part, rows_max};
+use crate::cpu::matmul::{Blocks, Cut, Levels, PANEL_LEN, Part, rows_max};
 use crate::cpu::packed::PackedLinear;
 use crate::cpu::simd::{Isa, LANES};
 use lockstep_core::{CODE_GROUP, CodeLayout};
@@ -29,16 +29,6 @@ impl CodeBlocks<'_> {
     /// Whether blocks read a panel, not the matrix itself.
     fn unpacks(&self, cut: Cut) -> bool {
         cut.block_rows > STREAM_ROWS_MAX && (cut.blocks > 1 || !matches!(self.layout.bits(), 4 | 8))
-    }
-
-    /// What a block of a group of `tiles` tiles asks for: its part of the same inputs of the next group, if any.
-    fn next_group(&self, part: &Part<'_>, tiles: usize) -> NextTiles {
-        let next = part.tile + tiles;
-        if next + tiles > self.weights.tiles() {
-            return NextTiles::NONE;
-        }
-        let bytes = (LANES * self.layout.packed_group_bytes(), self.weights.tile_bytes());
-        NextTiles::new(self.weights.tile(next, part.inputs.start), (part.block, part.cut.blocks), bytes)
     }
 }
 
@@ -90,7 +80,8 @@ impl Blocks for CodeBlocks<'_> {
             true => Source::Panel(part.panel.as_ptr().cast()),
             false => Source::Matrix(w, tile_stride),
         };
-        let (rows, next) = (part.cut.block_rows, self.next_group(part, T));
+        let next = part.next_group(self.weights, T, LANES * layout.packed_group_bytes());
+        let rows = part.cut.block_rows;
         let block = PanelBlock { x, rows, source, layout, runs, levels, next };
         // SAFETY: a block starts at a multiple of its rows, so that all of them have memory in `x`, as they have in each
         // level; the source has these groups of `T` tiles.

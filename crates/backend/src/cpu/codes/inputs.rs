@@ -177,10 +177,8 @@ impl Kernel for Round {
                     1 => [S::sum(S::add(rounded[0], rounded[1])); 2],
                     _ => [S::sum(rounded[0]), S::sum(rounded[1])],
                 };
-                let scale = match inverse {
-                    0.0 => 0.0 * (sums[0] + sums[1]),
-                    _ => largest / CODE_MAX + 0.0 * (sums[0] + sums[1]),
-                };
+                let worth = if inverse == 0.0 { 0.0 } else { largest / CODE_MAX };
+                let scale = worth + 0.0 * (sums[0] + sums[1]);
                 for index in 0..self.scales {
                     let (scaled_sum, start) = (scale * sums[index], self.lowest * sums[index] as i32);
                     let step = InputStep { scale, scaled_sum, start, unused: 0 };

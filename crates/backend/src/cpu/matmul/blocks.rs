@@ -1,15 +1,12 @@
 //! Products with floats.
 
-use super::kernels::{Block, F32, Levels, NextTiles, STRETCH, Stream, Weight, Widen};
+use super::kernels::{Block, F32, Levels, NextTiles, STRETCH, Stream, Weight, pays_to_widen, widen};
 use super::{Blocks, Cut, Matmul, PANEL_LEN, Part, SHAPE_ROWS_MAX, group_tiles, rows_max};
 use crate::cpu::packed::PackedLinear;
 use crate::cpu::simd::{Isa, LANES};
 use crate::cpu::tensor::RowsIn;
 use std::marker::PhantomData;
 use std::ops::Range;
-
-/// Blocks from which widening weights once for all of them pays.
-const WIDEN_BLOCKS_MIN: usize = 5;
 
 /// Rows of floats and a matrix of floats of type `W`.
 pub(super) struct FloatBlocks<'a, W> {
@@ -24,27 +21,6 @@ impl<'a, W: Weight> FloatBlocks<'a, W> {
     pub(super) fn new(op: &Matmul<'a>) -> Self {
         Self { isa: op.isa, weights: op.weights, x: op.x, x_rows: op.x_rows, weight: PhantomData }
     }
-
-    /// Whether blocks read a panel, not the weights as they lie.
-    fn widens(cut: Cut) -> bool {
-        cut.blocks >= WIDEN_BLOCKS_MIN && W::ROW_BYTES != F32::ROW_BYTES
-    }
-
-    /// Where input `from` of tile `tile` is.
-    fn stream(&self, tile: usize, from: usize) -> Stream {
-        let weights = self.weights;
-        Stream { start: weights.tile(tile, from), step: W::ROW_BYTES, tile_stride: weights.tile_bytes() }
-    }
-
-    /// What a block of a group of `tiles` tiles asks for: its part of the same inputs of the next group, if any.
-    fn next_group(&self, part: &Part<'_>, tiles: usize) -> NextTiles {
-        let next = part.tile + tiles;
-        if next + tiles > self.weights.tiles() {
-            return NextTiles::NONE;
-        }
-        let bytes = (STRETCH * W::ROW_BYTES, self.weights.tile_bytes());
-        NextTiles::new(self.weights.tile(next, part.inputs.start), (part.block, part.cut.blocks), bytes)
-    }
 }
 
 impl<W: Weight> Blocks for FloatBlocks<'_, W> {
@@ -58,43 +34,29 @@ impl<W: Weight> Blocks for FloatBlocks<'_, W> {
     }
 
     fn prepare<const T: usize>(&self, tile: usize, inputs: &Range<usize>, cut: Cut, panel: &mut [f32]) {
-        if !Self::widens(cut) {
-            return;
+        if pays_to_widen::<W>(cut.blocks) {
+            let w = Stream::of::<W>(self.weights, tile, inputs.start);
+            // SAFETY: `T` tiles have these inputs.
+            unsafe { widen::<W, T>(self.isa, w, inputs.len(), panel) };
         }
-        let panel = &mut panel[..inputs.len() * T * LANES];
-        let widen = Widen::<W, T> {
-            w: self.stream(tile, inputs.start),
-            inputs: inputs.len(),
-            panel: panel.as_mut_ptr(),
-            weight: PhantomData,
-        };
-        // SAFETY: `T` tiles have these inputs, and the panel holds them.
-        unsafe { self.isa.run(widen) };
     }
 
     fn add<const T: usize>(&self, part: &Part<'_>, levels: &mut [f32]) {
-        let widened = Self::widens(part.cut);
-        let w = match widened {
-            true => Stream {
-                start: part.panel[..part.inputs.len() * T * LANES].as_ptr().cast(),
-                step: T * F32::ROW_BYTES,
-                tile_stride: F32::ROW_BYTES,
-            },
-            false => self.stream(part.tile, part.inputs.start),
+        let widened = pays_to_widen::<W>(part.cut.blocks);
+        let (w, next) = match widened {
+            true => (
+                Stream::panel::<T>(&part.panel[..part.inputs.len() * T * LANES]),
+                part.next_group(self.weights, T, STRETCH * W::ROW_BYTES),
+            ),
+            false => (Stream::of::<W>(self.weights, part.tile, part.inputs.start), NextTiles::NONE),
         };
         let mut x = [std::ptr::null(); SHAPE_ROWS_MAX];
         for (pointer, row) in x.iter_mut().zip(part.rows.clone()) {
             let row = self.x_rows.map_or(row, |rows| rows[row] as usize);
             *pointer = self.x.row(row)[part.inputs.clone()].as_ptr();
         }
-        let block = Block {
-            x: &x,
-            rows: part.rows.len(),
-            w,
-            next: if widened { self.next_group(part, T) } else { NextTiles::NONE },
-            runs: part.runs,
-            levels: Levels::new(levels),
-        };
+        let block =
+            Block { x: &x, rows: part.rows.len(), w, next, runs: part.runs, levels: Levels::new(levels) };
         // SAFETY: the rows of `x` have the inputs, `w` is as many inputs of `T` tiles, in the matrix or in the panel; the
         // runs are of these inputs; each level holds a block of rows.
         unsafe {

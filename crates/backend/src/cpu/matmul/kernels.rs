@@ -5,6 +5,7 @@
 
 use super::SHAPE_ROWS_MAX;
 use super::runs::{Run, TREE_LEVELS};
+use crate::cpu::packed::PackedLinear;
 use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
 use std::marker::PhantomData;
 
@@ -66,6 +67,25 @@ pub(super) struct Stream {
     pub start: *const u8,
     pub step: usize,
     pub tile_stride: usize,
+}
+
+impl Stream {
+    /// The inputs from `from` on of the tiles from `tile` on, as they lie in the matrix.
+    pub(super) fn of<W: Weight>(weights: &PackedLinear, tile: usize, from: usize) -> Self {
+        Self { start: weights.tile(tile, from), step: W::ROW_BYTES, tile_stride: weights.tile_bytes() }
+    }
+
+    /// `T` tiles in a panel.
+    pub(super) fn panel<const T: usize>(panel: &[f32]) -> Self {
+        Self { start: panel.as_ptr().cast(), step: T * F32::ROW_BYTES, tile_stride: F32::ROW_BYTES }
+    }
+}
+
+/// From how many blocks of rows on it pays to widen weights once for all of them; with fewer, they are widened in
+/// registers as they stream in. Floats of 32 bits are as wide as they get.
+pub(super) fn pays_to_widen<W: Weight>(blocks: usize) -> bool {
+    const BLOCKS_MIN: usize = 5;
+    blocks >= BLOCKS_MIN && W::ROW_BYTES != F32::ROW_BYTES
 }
 
 /// Lines of the next tiles that a block asks for beside its own work, some of each tile for every stretch of its inputs.
@@ -227,6 +247,25 @@ impl Levels {
     }
 }
 
+/// Runs the smallest kernel that holds the rows (1..=8), `$M` of them.
+macro_rules! by_rows {
+    ($isa:expr, $rows:expr, $M:ident => $kernel:expr) => {
+        match $rows {
+            1 => by_rows!(@run $isa, $M = 1, $kernel),
+            2 => by_rows!(@run $isa, $M = 2, $kernel),
+            3 => by_rows!(@run $isa, $M = 3, $kernel),
+            4 => by_rows!(@run $isa, $M = 4, $kernel),
+            5 | 6 => by_rows!(@run $isa, $M = 6, $kernel),
+            7 | 8 => by_rows!(@run $isa, $M = 8, $kernel),
+            rows => unreachable!("kernels take 1 to 8 rows, not {rows}"),
+        }
+    };
+    (@run $isa:expr, $M:ident = $count:literal, $kernel:expr) => {{
+        const $M: usize = $count;
+        $isa.run($kernel)
+    }};
+}
+
 /// Sums of some rows times `T` tiles over some runs of inputs, with the tree of their leaves. References all the way: copying
 /// pointers that were just written stalls a core.
 pub(super) struct Block<'a> {
@@ -248,17 +287,7 @@ impl Block<'_> {
     /// The pointers are valid for what the fields describe; nobody else touches the levels; the machine supports `isa`.
     pub(super) unsafe fn run<W: Weight, const T: usize, const HINT: bool>(&self, isa: Isa) {
         // SAFETY: passed on to the caller.
-        unsafe {
-            match self.rows {
-                1 => isa.run(BlockRows::<W, 1, T, HINT>(self, PhantomData)),
-                2 => isa.run(BlockRows::<W, 2, T, HINT>(self, PhantomData)),
-                3 => isa.run(BlockRows::<W, 3, T, HINT>(self, PhantomData)),
-                4 => isa.run(BlockRows::<W, 4, T, HINT>(self, PhantomData)),
-                5 | 6 => isa.run(BlockRows::<W, 6, T, HINT>(self, PhantomData)),
-                7 | 8 => isa.run(BlockRows::<W, 8, T, HINT>(self, PhantomData)),
-                rows => unreachable!("blocks have 1 to 8 rows, not {rows}"),
-            }
-        }
+        unsafe { by_rows!(isa, self.rows, M => BlockRows::<W, M, T, HINT>(self, PhantomData)) }
     }
 }
 
@@ -327,17 +356,7 @@ impl Shape {
     /// else touches these rows of `acc`; the machine supports `isa`.
     pub(super) unsafe fn run<W: Weight, const T: usize, const HINT: bool>(self, isa: Isa) {
         // SAFETY: passed on to the caller.
-        unsafe {
-            match self.rows {
-                1 => isa.run(ShapeRows::<W, 1, T, HINT>(self, PhantomData)),
-                2 => isa.run(ShapeRows::<W, 2, T, HINT>(self, PhantomData)),
-                3 => isa.run(ShapeRows::<W, 3, T, HINT>(self, PhantomData)),
-                4 => isa.run(ShapeRows::<W, 4, T, HINT>(self, PhantomData)),
-                5 | 6 => isa.run(ShapeRows::<W, 6, T, HINT>(self, PhantomData)),
-                7 | 8 => isa.run(ShapeRows::<W, 8, T, HINT>(self, PhantomData)),
-                rows => unreachable!("shapes have 1 to 8 rows, not {rows}"),
-            }
-        }
+        unsafe { by_rows!(isa, self.rows, M => ShapeRows::<W, M, T, HINT>(self, PhantomData)) }
     }
 }
 
@@ -379,13 +398,24 @@ impl<W: Weight, const M: usize, const T: usize, const HINT: bool> Kernel for Sha
 }
 
 /// Widens `inputs` inputs of `T` tiles into an f32 panel `[inputs][T][16]`, so that many rows can
-/// use it from the first-level cache.
+/// use it from the first-level cache. Panics when the panel is too small.
+///
+/// # Safety
+/// `w` is valid for `inputs` inputs of `T` tiles; the machine supports `isa`.
+pub(super) unsafe fn widen<W: Weight, const T: usize>(isa: Isa, w: Stream, inputs: usize, panel: &mut [f32]) {
+    let panel = &mut panel[..inputs * T * LANES];
+    let widen = Widen::<W, T> { w, inputs, panel: panel.as_mut_ptr(), weight: PhantomData };
+    // SAFETY: the panel holds them; the rest is passed on to the caller.
+    unsafe { isa.run(widen) };
+}
+
+/// See [`widen`].
 #[derive(Clone, Copy)]
-pub(super) struct Widen<W, const T: usize> {
-    pub w: Stream,
-    pub inputs: usize,
-    pub panel: *mut f32,
-    pub weight: PhantomData<W>,
+struct Widen<W, const T: usize> {
+    w: Stream,
+    inputs: usize,
+    panel: *mut f32,
+    weight: PhantomData<W>,
 }
 
 impl<W: Weight, const T: usize> Kernel for Widen<W, T> {

@@ -177,6 +177,19 @@ pub(super) struct Part<'a> {
     pub panel: &'a [f32],
 }
 
+impl Part<'_> {
+    /// What a block of a group of `tiles` tiles asks for: its part of the same inputs of the next group, if any, which
+    /// have `stretch_bytes` for every stretch.
+    pub(super) fn next_group(&self, weights: &PackedLinear, tiles: usize, stretch_bytes: usize) -> NextTiles {
+        let next = self.tile + tiles;
+        if next + tiles > weights.tiles() {
+            return NextTiles::NONE;
+        }
+        let start = weights.tile(next, self.inputs.start);
+        NextTiles::new(start, (self.block, self.cut.blocks), (stretch_bytes, weights.tile_bytes()))
+    }
+}
+
 /// How the work is cut into chunks.
 struct Grid {
     rows: usize,

@@ -2,21 +2,19 @@
 //!
 //! Used by the mixture of experts for one expert after the other.
 
-use super::kernels::{F32, Shape, Stream, Weight, Widen};
+use super::kernels::{F32, Shape, Stream, Weight, pays_to_widen, widen};
 use super::{GROUP_TILES_MAX, rows_max};
 use crate::cpu::packed::PackedLinear;
 use crate::cpu::simd::{Isa, LANES};
 use crate::cpu::tensor::RowsIn;
-use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Inputs of a widened panel: three tiles fill 36 of the 48 KiB of a first-level cache.
 const PANEL_INPUTS: usize = 192;
 /// Elements of the panel.
 pub(in crate::cpu) const SUMS_PANEL_LEN: usize = PANEL_INPUTS * GROUP_TILES_MAX * LANES;
-/// Passes of rows over a panel from which widening it first pays; with fewer, weights are widened in
-/// registers as they stream in.
-const WIDEN_PASSES_MIN: usize = 5;
+/// Passes of rows over the same weights from which hints cost more than they bring.
+const HINT_PASSES_MAX: usize = 5;
 
 /// Some rows of activations and where their sums go.
 #[derive(Clone, Copy)]
@@ -53,31 +51,17 @@ impl Sums<'_> {
         let step = if passes > 1 { PANEL_INPUTS } else { inputs.len() };
         for from in inputs.clone().step_by(step) {
             let part = from..inputs.end.min(from + step);
-            let w = self.stream::<W>(tile, from);
-            if passes < WIDEN_PASSES_MIN {
+            let w = Stream::of::<W>(self.weights, tile, from);
+            if pays_to_widen::<W>(passes) {
+                // SAFETY: `T` tiles have these inputs.
+                unsafe { widen::<W, T>(self.isa, w, part.len(), panel) };
+                self.all_rows::<F32, T, false>(Stream::panel::<T>(panel), part, acc);
+            } else if passes < HINT_PASSES_MAX {
                 self.all_rows::<W, T, true>(w, part, acc);
-            } else if W::ROW_BYTES == F32::ROW_BYTES {
-                self.all_rows::<W, T, false>(w, part, acc);
             } else {
-                let w = self.widen::<W, T>(w, part.len(), panel);
-                self.all_rows::<F32, T, false>(w, part, acc);
+                self.all_rows::<W, T, false>(w, part, acc);
             }
         }
-    }
-
-    /// Where input `from` of tile `tile` is.
-    fn stream<W: Weight>(&self, tile: usize, from: usize) -> Stream {
-        let weights = self.weights;
-        Stream { start: weights.tile(tile, from), step: W::ROW_BYTES, tile_stride: weights.tile_bytes() }
-    }
-
-    /// Widens `count` inputs of `T` tiles into the panel.
-    fn widen<W: Weight, const T: usize>(&self, w: Stream, count: usize, panel: &mut [f32]) -> Stream {
-        assert!(count * T * LANES <= panel.len(), "the panel holds {PANEL_INPUTS} inputs of 4 tiles");
-        let widen = Widen::<W, T> { w, inputs: count, panel: panel.as_mut_ptr(), weight: PhantomData };
-        // SAFETY: `T` tiles with `count` inputs from `w` on exist, and the panel holds them.
-        unsafe { self.isa.run(widen) };
-        Stream { start: panel.as_ptr().cast(), step: T * F32::ROW_BYTES, tile_stride: F32::ROW_BYTES }
     }
 
     /// Accumulates the inputs `part` for every row, in register shapes of up to `shape_rows` rows.
