@@ -1,6 +1,7 @@
 //! Products with floats.
 
-use super::kernels::{Block, F32, Levels, NextTiles, STRETCH, Stream, Weight, pays_to_widen, widen};
+use super::hints::{NextTiles, STRETCH};
+use super::kernels::{Block, F32, Levels, Stream, Weight, pays_to_widen, widen};
 use super::{Blocks, Cut, Matmul, PANEL_LEN, Part, SHAPE_ROWS_MAX, group_tiles, rows_max};
 use crate::cpu::packed::PackedLinear;
 use crate::cpu::simd::{Isa, LANES};

@@ -15,11 +15,13 @@
 //! asks for a part of the next group's weights.
 
 mod blocks;
+mod hints;
 mod kernels;
 mod runs;
 mod sums;
 
-pub(super) use kernels::{Bf16, F16, F32, HINT_AHEAD_BYTES, Levels, NextTiles, Weight};
+pub(super) use hints::NextTiles;
+pub(super) use kernels::{Bf16, F16, F32, HINT_AHEAD_BYTES, Levels, Weight};
 pub(super) use runs::Run;
 pub(super) use sums::{SUMS_PANEL_LEN, Sums};
 
