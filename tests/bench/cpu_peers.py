@@ -52,6 +52,7 @@ def commands(args):
     if args.openvino:
         table["OpenVINO"] = [
             args.openvino, str(HERE / "openvino_server.py"), args.openvino_model or model, "--threads", threads,
+            *(["--precision", args.openvino_precision] if args.openvino_precision else []),
         ]
     return table
 
@@ -113,6 +114,7 @@ def main():
     parser.add_argument("--llama-model", help="another file for llama.cpp")
     parser.add_argument("--openvino", metavar="PYTHON")
     parser.add_argument("--openvino-model", help="another file for OpenVINO")
+    parser.add_argument("--openvino-precision", help="of its arithmetic, e.g. f32; else it chooses")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=1, help="of each workload in a round")

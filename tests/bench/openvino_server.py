@@ -20,13 +20,15 @@ import openvino_genai
 class Engine:
     """Requests, and the thread that steps the pipeline."""
 
-    def __init__(self, model, threads, cache_gib):
+    def __init__(self, model, threads, cache_gib, precision):
         config = openvino_genai.SchedulerConfig()
         config.cache_size = cache_gib
         config.max_num_batched_tokens = 512
         config.dynamic_split_fuse = True
         config.enable_prefix_caching = True
         properties = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+        if precision:
+            properties["INFERENCE_PRECISION_HINT"] = precision
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(model, config, "CPU", properties)
         self.arrived = queue.Queue()
         self.running = {}
@@ -86,7 +88,7 @@ async def serve(engine, reader, writer):
 
 
 async def main(args):
-    engine = Engine(args.model, args.threads, args.cache_gib)
+    engine = Engine(args.model, args.threads, args.cache_gib, args.precision)
     server = await asyncio.start_server(lambda r, w: serve(engine, r, w), "127.0.0.1", args.port)
     await server.serve_forever()
 
@@ -97,4 +99,5 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cache-gib", type=int, default=2)
+    parser.add_argument("--precision", help="of its arithmetic, e.g. f32; its own choice is bf16 where the CPU has it")
     asyncio.run(main(parser.parse_args()))

@@ -54,9 +54,16 @@ pub struct Workspace<B: Backend> {
     attended: B::Tensor,
     partial: B::Tensor,
     feed_forward: FeedForwardBuffers<B>,
-    last: B::Tensor,
+    last: Last<B>,
     logits: B::Tensor,
     logits_max: usize,
+}
+
+/// What becomes logits, `[logits_max, ..]` each.
+struct Last<B: Backend> {
+    attended: B::Tensor,
+    residual: B::Tensor,
+    normed: B::Tensor,
 }
 
 impl<B: Backend> Workspace<B> {
@@ -77,7 +84,11 @@ impl<B: Backend> Workspace<B> {
             attended: t(widths.heads)?,
             partial: t(config.hidden_size)?,
             feed_forward: FeedForwardBuffers::new(backend, config, parallel, tokens_max)?,
-            last: backend.tensor(logits_max, config.hidden_size)?,
+            last: Last {
+                attended: backend.tensor(logits_max, widths.heads)?,
+                residual: backend.tensor(logits_max, config.hidden_size)?,
+                normed: backend.tensor(logits_max, config.hidden_size)?,
+            },
             logits: backend.tensor_f32(logits_max, widths.vocab)?,
             logits_max,
         })
@@ -117,7 +128,7 @@ impl<B: Backend> Workspace<B> {
     ) -> usize {
         let w = Widths::new(config, parallel);
         let per_token = 3 * config.hidden_size + w.qkv + w.heads;
-        let elements = tokens_max * per_token + logits_max * (config.hidden_size + w.vocab);
+        let elements = tokens_max * per_token + logits_max * (2 * config.hidden_size + w.heads + w.vocab);
         elements * size_of::<f32>() + FeedForwardBuffers::<B>::bytes(config, parallel, tokens_max)
     }
 }
@@ -195,10 +206,11 @@ impl<B: Backend> Decoder<B> {
         cache: &mut B::KvCache,
         work: &'w mut Workspace<B>,
     ) -> Result<&'w B::Tensor> {
-        self.forward_observed(ctx, input, cache, work, &mut |_, _, _| ())
+        self.run(ctx, input, cache, work, None)
     }
 
-    /// [`forward`](Self::forward), showing the residual stream on the way: to find where two runs part.
+    /// [`forward`](Self::forward), showing the residual stream on the way: to find where two runs part. The last layer
+    /// goes on with all tokens then.
     pub fn forward_observed<'w>(
         &self,
         ctx: (&mut B, &dyn Collective),
@@ -206,6 +218,17 @@ impl<B: Backend> Decoder<B> {
         cache: &mut B::KvCache,
         work: &'w mut Workspace<B>,
         observe: Observer<'_, B>,
+    ) -> Result<&'w B::Tensor> {
+        self.run(ctx, input, cache, work, Some(observe))
+    }
+
+    fn run<'w>(
+        &self,
+        ctx: (&mut B, &dyn Collective),
+        input: &ForwardInput<'_>,
+        cache: &mut B::KvCache,
+        work: &'w mut Workspace<B>,
+        mut observe: Option<Observer<'_, B>>,
     ) -> Result<&'w B::Tensor> {
         let (backend, tp) = ctx;
         let tokens = input.token_ids.len();
@@ -215,7 +238,9 @@ impl<B: Backend> Decoder<B> {
                 backend.scale(&mut work.residual, factor, tokens);
             }
         }
-        observe(0, backend, &work.residual);
+        if let Some(observe) = &mut observe {
+            observe(0, backend, &work.residual);
+        }
         let first = &self.layers[0].input_norm;
         backend.rms_norm(&work.residual, &first.weight, first.eps, tokens, &mut work.normed);
         let step = AttentionStep {
@@ -224,19 +249,41 @@ impl<B: Backend> Decoder<B> {
             slots: input.slots,
             batch: input.batch,
         };
+        let is_last_stage = self.final_norm.is_some();
+        // Behind the last attention no token needs another, and only some become logits: of a prompt, one.
+        let wanted = input.logit_tokens;
+        let narrows = is_last_stage && observe.is_none() && wanted.len() < tokens;
         for (i, layer) in self.layers.iter().enumerate() {
             // Behind the last layer of a stage comes another stage's norm, which norms the stream itself: any will do here.
             let after = self.final_norm.as_ref().unwrap_or(first);
             let next_norm = self.layers.get(i + 1).map_or(after, |l| &l.input_norm);
-            layer.forward((&mut *backend, tp), &step, next_norm, cache, work)?;
-            observe(i + 1, backend, &work.residual);
+            layer.attention.forward(backend, &step, &work.normed, cache, (&mut work.qkv, &mut work.attended));
+            if narrows && i + 1 == self.layers.len() {
+                if !wanted.is_empty() {
+                    backend.gather_rows(&work.attended, wanted, &mut work.last.attended);
+                    backend.gather_rows(&work.residual, wanted, &mut work.last.residual);
+                    layer.after_attention(
+                        (&mut *backend, tp),
+                        next_norm,
+                        work.last_tokens(),
+                        wanted.len(),
+                    )?;
+                }
+            } else {
+                layer.after_attention((&mut *backend, tp), next_norm, work.all_tokens(), tokens)?;
+            }
+            if let Some(observe) = &mut observe {
+                observe(i + 1, backend, &work.residual);
+            }
         }
-        let head = self.head.as_ref().or(self.embedding.as_ref()).filter(|_| self.final_norm.is_some());
-        let (Some(head), rows) = (head, input.logit_tokens.len()) else { return Ok(&work.residual) };
-        backend.gather_rows(&work.normed, input.logit_tokens, &mut work.last);
-        head.logits(backend, &work.last, rows, &mut work.logits);
+        let head = self.head.as_ref().or(self.embedding.as_ref()).filter(|_| is_last_stage);
+        let Some(head) = head else { return Ok(&work.residual) };
+        if !narrows {
+            backend.gather_rows(&work.normed, wanted, &mut work.last.normed);
+        }
+        head.logits(backend, &work.last.normed, wanted.len(), &mut work.logits);
         if let Some(cap) = self.logit_softcap {
-            backend.softcap(&mut work.logits, cap, rows);
+            backend.softcap(&mut work.logits, cap, wanted.len());
         }
         Ok(&work.logits)
     }
@@ -254,37 +301,52 @@ impl<B: Backend> Layer<B> {
         })
     }
 
-    /// `w.normed` in, `w.normed` for the layer after `next_norm` out.
-    fn forward(
+    /// From the attention's output to the input of the layer whose norm is `next_norm`, for `rows` tokens.
+    fn after_attention(
         &self,
         ctx: (&mut B, &dyn Collective),
-        step: &AttentionStep<'_, B>,
         next_norm: &Norm<B>,
-        cache: &mut B::KvCache,
-        w: &mut Workspace<B>,
+        tokens: Tokens<'_, B>,
+        rows: usize,
     ) -> Result<()> {
         let (backend, tp) = ctx;
-        let tokens = step.positions.len();
-        self.attention.forward(backend, step, &w.normed, cache, (&mut w.qkv, &mut w.attended));
-        self.attention.output.forward(backend, &w.attended, tokens, &mut w.partial);
+        let Tokens { attended, feed_forward, mut stream } = tokens;
+        self.attention.output.forward(backend, attended, rows, stream.partial);
         let end = HalfLayerEnd {
             bias: self.attention.output.bias.as_ref(),
             output_norm: self.attention_output_norm.as_ref(),
             next_norm: &self.mlp_input_norm,
         };
-        end.run((&mut *backend, tp), w.stream(), tokens)?;
-        self.feed_forward.forward(backend, &w.normed, tokens, &mut w.feed_forward, &mut w.partial);
+        end.run((&mut *backend, tp), &mut stream, rows)?;
+        self.feed_forward.forward(backend, stream.normed, rows, feed_forward, stream.partial);
         let end = HalfLayerEnd {
             bias: self.feed_forward.bias(),
             output_norm: self.mlp_output_norm.as_ref(),
             next_norm,
         };
-        end.run((backend, tp), w.stream(), tokens)
+        end.run((backend, tp), &mut stream, rows)
     }
 }
 
+/// What a layer needs of the workspace behind its attention.
+struct Tokens<'a, B: Backend> {
+    attended: &'a B::Tensor,
+    feed_forward: &'a mut FeedForwardBuffers<B>,
+    stream: ResidualStream<'a, B>,
+}
+
 impl<B: Backend> Workspace<B> {
-    fn stream(&mut self) -> ResidualStream<'_, B> {
-        ResidualStream { partial: &mut self.partial, residual: &mut self.residual, normed: &mut self.normed }
+    /// All tokens of the step.
+    fn all_tokens(&mut self) -> Tokens<'_, B> {
+        let (partial, residual, normed) = (&mut self.partial, &mut self.residual, &mut self.normed);
+        let stream = ResidualStream { partial, residual, normed };
+        Tokens { attended: &self.attended, feed_forward: &mut self.feed_forward, stream }
+    }
+
+    /// Those that become logits.
+    fn last_tokens(&mut self) -> Tokens<'_, B> {
+        let Last { attended, residual, normed } = &mut self.last;
+        let stream = ResidualStream { partial: &mut self.partial, residual, normed };
+        Tokens { attended, feed_forward: &mut self.feed_forward, stream }
     }
 }

@@ -33,7 +33,7 @@ impl<B: Backend> HalfLayerEnd<'_, B> {
     pub fn run(
         self,
         ctx: (&mut B, &dyn Collective),
-        stream: ResidualStream<'_, B>,
+        stream: &mut ResidualStream<'_, B>,
         rows: usize,
     ) -> Result<()> {
         let (backend, collective) = ctx;
@@ -43,7 +43,7 @@ impl<B: Backend> HalfLayerEnd<'_, B> {
             norm_weight: &self.next_norm.weight,
             norm_eps: self.next_norm.eps,
         };
-        let streams = (stream.residual, stream.normed);
+        let streams = (&mut *stream.residual, &mut *stream.normed);
         Ok(backend.reduce_add_norm(collective, args, stream.partial, streams, rows)?)
     }
 }
