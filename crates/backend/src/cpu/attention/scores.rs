@@ -3,7 +3,7 @@
 //! Both form, for a query and a key, the sixteen sums over `d mod 16` in ascending `d` and add them
 //! by the fixed tree. [`Direct`] keeps `d` in the lanes: nothing to prepare, best for the few queries
 //! of decode. [`Turned`] turns the keys once so that lanes are positions: no shuffles per query and
-//! keys shared by two queries, best for prefill.
+//! keys shared by four queries, best for prefill.
 
 use super::kernels::Segment;
 use crate::cpu::simd::{Isa, Kernel, LANES, Simd, load_at};
@@ -25,7 +25,6 @@ pub(super) unsafe fn scores(isa: Isa, segment: Segment, turned: *mut f32) {
             64 => sized::<4>(isa, segment, turned),
             80 => sized::<5>(isa, segment, turned),
             96 => sized::<6>(isa, segment, turned),
-            128 => sized::<8>(isa, segment, turned),
             _ => sized::<0>(isa, segment, turned),
         }
     }
@@ -160,12 +159,12 @@ impl<const C: usize> Kernel for Turned<C> {
             for from in seen.step_by(PAIR) {
                 let mut query = 0;
                 while query < s.queries {
-                    if query + 1 < s.queries {
-                        self.pair::<S, 2>(query, from);
-                    } else {
-                        self.pair::<S, 1>(query, from);
-                    }
-                    query += 2;
+                    query += match s.queries - query {
+                        // Not of small heads: so many operations at once, all unrolled, overwhelm the registers.
+                        4.. if C == 0 => self.pair::<S, 4>(query, from),
+                        2.. => self.pair::<S, 2>(query, from),
+                        _ => self.pair::<S, 1>(query, from),
+                    };
                 }
             }
         }
@@ -197,12 +196,13 @@ impl<const C: usize> Turned<C> {
         }
     }
 
-    /// `Q` queries from `query` on times 32 positions from `from` on.
+    /// `Q` queries from `query` on times 32 positions from `from` on; gives `Q`. With four, six loads (two of keys, and an
+    /// element of each query, broadcast) feed eight products; with two, a core that loads no more than it multiplies waits.
     ///
     /// # Safety
     /// As the kernel; these queries exist.
     #[inline(always)]
-    unsafe fn pair<S: Simd, const Q: usize>(&self, query: usize, from: usize) {
+    unsafe fn pair<S: Simd, const Q: usize>(&self, query: usize, from: usize) -> usize {
         // SAFETY: `turned` was filled for these positions; the queries have 64 scores each.
         unsafe {
             let mut q = [*self.segment.q.add(query); Q];
@@ -217,6 +217,7 @@ impl<const C: usize> Turned<C> {
                 S::store(out.add(LANES), self.segment.score::<S>(dots[i][1]));
             }
         }
+        Q
     }
 
     /// The sum over `d = lane (mod 16)`.

@@ -69,16 +69,20 @@ impl Blocks for CodeBlocks<'_> {
 
     fn add<const T: usize>(&self, part: &Part<'_>, levels: &mut [f32]) {
         let (x, levels) = (self.x.at(part.rows.start, part.inputs.start / CODE_GROUP), Levels::new(levels));
-        let (w, tile_stride) = (self.weights.tile(part.tile, part.inputs.start), self.weights.tile_bytes());
+        let matrix = || (self.weights.tile(part.tile, part.inputs.start), self.weights.tile_bytes());
         let (layout, runs) = (self.layout, part.runs);
         if part.cut.block_rows <= STREAM_ROWS_MAX {
+            let (w, tile_stride) = matrix();
             let block = CodeBlock { x, rows: part.cut.block_rows, w, tile_stride, layout, runs, levels };
             // SAFETY: these rows and groups of `x` and tiles of the matrix exist; each level holds the rows.
             return unsafe { block.run::<T>(self.isa) };
         }
         let source = match self.unpacks(part.cut) {
             true => Source::Panel(part.panel.as_ptr().cast()),
-            false => Source::Matrix(w, tile_stride),
+            false => {
+                let (w, tile_stride) = matrix();
+                Source::Matrix(w, tile_stride)
+            }
         };
         let next = part.next_group(self.weights, T, LANES * layout.packed_group_bytes());
         let rows = part.cut.block_rows;

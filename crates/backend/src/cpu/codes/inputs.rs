@@ -151,6 +151,9 @@ struct Round {
     steps: *mut InputStep,
 }
 
+/// Groups rounded at a time: what is one number for a group is a lane for sixteen.
+const ROUND_GROUPS: usize = LANES;
+
 impl Kernel for Round {
     type Output = ();
 
@@ -158,33 +161,96 @@ impl Kernel for Round {
     /// `x` is valid for 32 elements of each group, `bytes` and `steps` for what comes of them.
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
+        for first in (0..self.groups).step_by(ROUND_GROUPS) {
+            // SAFETY: these groups are below the count that the caller promises.
+            unsafe { self.groups::<S>(first, ROUND_GROUPS.min(self.groups - first)) };
+        }
+    }
+}
+
+impl Round {
+    /// Rounds `count` groups from `first` on, at most [`ROUND_GROUPS`].
+    ///
+    /// # Safety
+    /// As the kernel, for these groups.
+    #[inline(always)]
+    unsafe fn groups<S: Simd>(self, first: usize, count: usize) {
         // SAFETY: all indices are below the counts that the caller promises.
         unsafe {
-            for group in 0..self.groups {
-                let start = self.x.add(group * CODE_GROUP);
-                let (x, zero) = ([S::load(start), S::load(start.add(LANES))], S::splat(0.0));
-                let sizes = [S::max(x[0], S::sub(zero, x[0])), S::max(x[1], S::sub(zero, x[1]))];
-                let largest = S::largest(S::max(sizes[0], sizes[1]));
-                let inverse = if largest < TINY { 0.0 } else { CODE_MAX / largest };
-                let mut rounded = [zero; 2];
+            let zero = S::splat(0.0);
+            let size = |x: S::V| S::max(x, S::sub(zero, x));
+            let x = self.x.add(first * CODE_GROUP);
+            let load = |group: usize| {
+                let start = x.add(group * CODE_GROUP);
+                [S::load(start), S::load(start.add(LANES))]
+            };
+            let mut sizes = [zero; ROUND_GROUPS];
+            for group in 0..count {
+                let [low, high] = load(group);
+                sizes[group] = S::max(size(low), size(high));
+            }
+            let largest = largest_of_each::<S>(sizes);
+            // Nothing where the group is too small.
+            let inverse = S::div(S::splat(CODE_MAX), largest);
+            let inverse = S::zero_below(inverse, largest, S::splat(TINY));
+            let worth = S::div(largest, S::splat(CODE_MAX));
+            let worth = S::zero_below(worth, largest, S::splat(TINY));
+            let mut inverses = [0.0; LANES];
+            S::store(inverses.as_mut_ptr(), inverse);
+            let mut rounded = [[zero; ROUND_GROUPS]; 2];
+            for group in 0..count {
+                let x = load(group);
                 for half in 0..2 {
-                    let word = S::fma(x[half], S::splat(inverse), S::splat(ROUNDER));
-                    S::store_low_bytes(self.bytes.add(group * BLOCK_ROWS * CODE_GROUP + half * LANES), word);
-                    rounded[half] = S::sub(word, S::splat(ROUNDER));
+                    let word = S::fma(x[half], S::splat(inverses[group]), S::splat(ROUNDER));
+                    let place = (first + group) * BLOCK_ROWS * CODE_GROUP + half * LANES;
+                    S::store_low_bytes(self.bytes.add(place), word);
+                    rounded[half][group] = S::sub(word, S::splat(ROUNDER));
                 }
-                // Small whole numbers, or NaN when an element is not finite: it is NaN itself, or `inverse` is 0.
-                let sums = match self.scales {
-                    1 => [S::sum(S::add(rounded[0], rounded[1])); 2],
-                    _ => [S::sum(rounded[0]), S::sum(rounded[1])],
-                };
-                let worth = if inverse == 0.0 { 0.0 } else { largest / CODE_MAX };
-                let scale = worth + 0.0 * (sums[0] + sums[1]);
-                for index in 0..self.scales {
-                    let (scaled_sum, start) = (scale * sums[index], self.lowest * sums[index] as i32);
+            }
+            // Small whole numbers, or NaN when an element is not finite: it is NaN itself, or `inverse` is 0.
+            let sums = match self.scales {
+                1 => {
+                    for group in 0..count {
+                        rounded[0][group] = S::add(rounded[0][group], rounded[1][group]);
+                    }
+                    let sums = S::sums(rounded[0]);
+                    [sums, sums]
+                }
+                _ => rounded.map(|half| S::sums(half)),
+            };
+            let scale = S::fma(zero, S::add(sums[0], sums[1]), worth);
+            let mut scales = [0.0; LANES];
+            S::store(scales.as_mut_ptr(), scale);
+            for (index, sums) in sums.into_iter().enumerate().take(self.scales) {
+                let mut values = [0.0; LANES];
+                S::store(values.as_mut_ptr(), sums);
+                for group in 0..count {
+                    let (scale, sum) = (scales[group], values[group]);
+                    let (scaled_sum, start) = (scale * sum, self.lowest * sum as i32);
                     let step = InputStep { scale, scaled_sum, start, unused: 0 };
-                    self.steps.add((group * self.scales + index) * BLOCK_ROWS).write(step);
+                    self.steps.add(((first + group) * self.scales + index) * BLOCK_ROWS).write(step);
                 }
             }
         }
+    }
+}
+
+/// Lane `i` is the largest lane of `v[i]`.
+///
+/// # Safety
+/// The machine supports `S`.
+#[inline(always)]
+unsafe fn largest_of_each<S: Simd>(v: [S::V; LANES]) -> S::V {
+    // SAFETY: register operations only; the caller promises the instruction set.
+    unsafe {
+        let mut v = S::transpose(v);
+        let mut half = LANES / 2;
+        while half > 0 {
+            for lane in 0..half {
+                v[lane] = S::max(v[lane], v[lane + half]);
+            }
+            half /= 2;
+        }
+        v[0]
     }
 }

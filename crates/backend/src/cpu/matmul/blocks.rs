@@ -52,9 +52,19 @@ impl<W: Weight> Blocks for FloatBlocks<'_, W> {
             false => (Stream::of::<W>(self.weights, part.tile, part.inputs.start), NextTiles::NONE),
         };
         let mut x = [std::ptr::null(); SHAPE_ROWS_MAX];
-        for (pointer, row) in x.iter_mut().zip(part.rows.clone()) {
-            let row = self.x_rows.map_or(row, |rows| rows[row] as usize);
-            *pointer = self.x.row(row)[part.inputs.clone()].as_ptr();
+        match self.x_rows {
+            Some(rows) => {
+                for (pointer, &row) in x.iter_mut().zip(&rows[part.rows.clone()]) {
+                    *pointer = self.x.row(row as usize)[part.inputs.clone()].as_ptr();
+                }
+            }
+            None => {
+                let rows = &self.x.data[part.rows.start * self.x.cols..part.rows.end * self.x.cols];
+                let first = rows[part.inputs.clone()].as_ptr();
+                for (row, pointer) in x.iter_mut().enumerate().take(part.rows.len()) {
+                    *pointer = first.wrapping_add(row * self.x.cols);
+                }
+            }
         }
         let block =
             Block { x: &x, rows: part.rows.len(), w, next, runs: part.runs, levels: Levels::new(levels) };

@@ -15,7 +15,7 @@ pub(in crate::cpu) struct NextTiles {
 /// Inputs after which a block of floats asks again: the end of a short loop is mispredicted each time.
 pub(super) const STRETCH: usize = 96;
 /// Blocks from which the bursts are too rare to matter.
-const ASKING_BLOCKS_MAX: usize = 8;
+pub(super) const ASKING_BLOCKS_MAX: usize = 8;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
@@ -32,7 +32,7 @@ impl NextTiles {
     ) -> Self {
         let lines = stretch_bytes.div_ceil(LINE).div_ceil(blocks);
         let skipped = block * lines * LINE;
-        if skipped >= stretch_bytes || blocks > ASKING_BLOCKS_MAX {
+        if skipped >= stretch_bytes {
             return Self::NONE;
         }
         Self { start: start.wrapping_add(skipped), lines, stretch_bytes, tile_bytes }

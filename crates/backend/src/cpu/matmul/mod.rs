@@ -20,6 +20,7 @@ mod kernels;
 mod runs;
 mod sums;
 
+use hints::ASKING_BLOCKS_MAX;
 pub(super) use hints::NextTiles;
 pub(super) use kernels::{Bf16, F16, F32, HINT_AHEAD_BYTES, Levels, Weight};
 pub(super) use runs::Run;
@@ -184,7 +185,7 @@ impl Part<'_> {
     /// have `stretch_bytes` for every stretch.
     pub(super) fn next_group(&self, weights: &PackedLinear, tiles: usize, stretch_bytes: usize) -> NextTiles {
         let next = self.tile + tiles;
-        if next + tiles > weights.tiles() {
+        if self.cut.blocks > ASKING_BLOCKS_MAX || next + tiles > weights.tiles() {
             return NextTiles::NONE;
         }
         let start = weights.tile(next, self.inputs.start);
