@@ -2,7 +2,7 @@
 //!
 //! K and V are kept apart, each `[layer][page][kv_head][slot][head_dim]` f32, so a head's tokens of a
 //! page are contiguous and attention walks the page table without a copy. The system gives memory
-//! page by page as slots are first written.
+//! page by page as slots are first written, or [shortly before](super::ahead).
 //!
 //! ```text
 //! rope of the first r elements of a head, half-split pairs (products and sums rounded each):
@@ -11,6 +11,7 @@
 //! ```
 //! Elements from `r` on (partial rotary) pass through.
 
+use super::ahead::{Ahead, PoolPlaces};
 use super::memory::{HUGE_PAGE, Region};
 use super::pointwise::{RmsNorm, for_rows};
 use super::pool::ThreadPool;
@@ -22,6 +23,8 @@ use lockstep_core::{DType, PageId};
 
 /// The pool over the rank's layers.
 pub struct CpuKvCache {
+    /// Ends before the memory goes.
+    ahead: Option<Ahead>,
     layout: KvLayout,
     k: Region,
     v: Region,
@@ -34,11 +37,15 @@ impl CpuKvCache {
         assert_eq!(layout.dtype, DType::F32, "type of K and V");
         let bytes = layout.pool_bytes() / 2;
         let huge = bytes / layout.local_layers.max(1) >= 4 * HUGE_PAGE;
-        Ok(Self {
-            layout,
-            k: Region::own(bytes, huge, "the KV pool")?,
-            v: Region::own(bytes, huge, "the KV pool")?,
-        })
+        let (k, v) = (Region::own(bytes, huge, "the KV pool")?, Region::own(bytes, huge, "the KV pool")?);
+        let ahead = Ahead::start(PoolPlaces {
+            starts: [k.as_ptr::<u8>() as usize, v.as_ptr::<u8>() as usize],
+            layers: layout.local_layers,
+            pages: layout.num_pages,
+            page_bytes: layout.page_bytes() / 2 / layout.local_layers.max(1),
+            page_size: layout.page_size,
+        });
+        Ok(Self { ahead, layout, k, v })
     }
 
     /// Its shape.
@@ -186,6 +193,9 @@ impl StoreTokens<'_> {
             "the cache is made for these heads"
         );
         assert!(2 * self.rope.half <= shape.head_dim, "the rope table is no wider than a head");
+        if let (0, Some(ahead), Some(slot)) = (self.layer, &cache.ahead, self.slots.iter().max()) {
+            ahead.reached(*slot as usize / layout.page_size);
+        }
         let writer = PoolWriter { k: cache.k.as_mut_ptr(), v: cache.v.as_mut_ptr() };
         let (cache, writer) = (&*cache, &writer);
         for_rows(pool, self.positions.len(), width, &|token| {

@@ -18,6 +18,7 @@
 #![allow(clippy::needless_range_loop)]
 
 mod activation;
+mod ahead;
 mod attention;
 mod codes;
 mod exp;
