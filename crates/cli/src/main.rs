@@ -95,6 +95,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Doctor(flags) => doctor::run(&flags),
         Command::Bench(flags) => match flags.what {
             BenchCommand::Hw(flags) => bench::hardware(&flags),
+            BenchCommand::Cpu(flags) => bench::cpu(&flags),
             BenchCommand::Decode(flags) => bench::decode(&flags),
             BenchCommand::Comm(flags) => bench::comm(&flags),
             BenchCommand::Serve(flags) => bench::serve(&flags),

@@ -143,6 +143,8 @@ fn detect(table: &DeviceTable) -> Result<Device> {
         bandwidth_gbs: round(bandwidth_gbs, 10.0),
         // Matrix products reach about two thirds of the FMA rate.
         tflops: round(probe::fma_gflops(cores) * 0.65 / 1e3, 1e3),
+        // And under half of that of integers, beside unpacking codes and scaling.
+        int8_tops: Some(round(probe::dot_gops(cores) * 0.45 / 1e3, 1e3)),
         source: format!("measured now with {cores} threads; memory is what is available"),
         ..base
     })

@@ -1,8 +1,8 @@
 //! Requests run through the ranks' own loop inside one process, without links, tokenizer or HTTP: for
 //! benchmarks of the engine alone.
 //!
-//! Rank 0 submits a set of requests at once, the next one (after forgetting cached prefixes) when the last of
-//! them has ended, and stops the group after the last set; the other ranks, threads of the same process, hear
+//! Rank 0 submits a set of requests at once, the next one (after forgetting cached prefixes, unless it shall find
+//! them) when the last of them has ended, and stops the group after the last set; the other ranks, threads of the same process, hear
 //! of it through a channel each.
 
 use crate::Result;
@@ -16,6 +16,22 @@ use lockstep_backend::Backend;
 use lockstep_wire::{Broadcast, SubmitRequest, ToScheduler};
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
+
+/// Requests that are submitted at once.
+#[derive(Clone, Debug, Default)]
+pub struct OfflineSet {
+    /// In the order of submission.
+    pub requests: Vec<SubmitRequest>,
+    /// Whether they find the prefixes that the sets before have left in the cache.
+    pub keeps_cache: bool,
+}
+
+impl From<Vec<SubmitRequest>> for OfflineSet {
+    /// A set that finds an empty cache.
+    fn from(requests: Vec<SubmitRequest>) -> Self {
+        Self { requests, keeps_cache: false }
+    }
+}
 
 /// What came of a run.
 #[derive(Clone, Debug, Default)]
@@ -36,7 +52,7 @@ struct OfflinePrimary {
     /// When the running set was submitted.
     started: Instant,
     /// Sets to come, the next one last.
-    sets: Vec<Vec<SubmitRequest>>,
+    sets: Vec<OfflineSet>,
     open: usize,
     followers: Vec<Sender<Broadcast>>,
     sequence: u64,
@@ -56,10 +72,12 @@ impl Primary for OfflinePrimary {
         match self.sets.pop() {
             None => into.push(ToScheduler::Shutdown),
             Some(set) => {
-                self.open = set.len();
+                self.open = set.requests.len();
                 self.reports.push(OfflineReport::default());
-                into.push(ToScheduler::FlushCache { query: 0 });
-                into.extend(set.into_iter().map(|request| ToScheduler::Submit(Box::new(request))));
+                if !set.keeps_cache {
+                    into.push(ToScheduler::FlushCache { query: 0 });
+                }
+                into.extend(set.requests.into_iter().map(|request| ToScheduler::Submit(Box::new(request))));
                 self.started = Instant::now();
             }
         }
@@ -122,7 +140,7 @@ pub fn run<B: Backend>(
     config: &RankConfig,
     prepared: Prepared<B>,
     link: OfflineLink,
-    mut sets: Vec<Vec<SubmitRequest>>,
+    mut sets: Vec<OfflineSet>,
 ) -> Result<Vec<OfflineReport>> {
     sets.reverse();
     run_loop(config, prepared, link.role(sets)).map(|role| match role {
@@ -154,7 +172,7 @@ fn run_to_end<P: Primary, F: Follower, R: Runner>(mut rank_loop: RankLoop<P, F, 
 }
 
 impl OfflineLink {
-    fn role(self, sets: Vec<Vec<SubmitRequest>>) -> Role<OfflinePrimary, OfflineFollower> {
+    fn role(self, sets: Vec<OfflineSet>) -> Role<OfflinePrimary, OfflineFollower> {
         match self {
             OfflineLink::Follower(receiver) => Role::Follower(OfflineFollower(receiver)),
             OfflineLink::Primary(followers) => Role::Primary(OfflinePrimary {

@@ -1,15 +1,13 @@
 //! What a step moves, computes and sends, and the time that takes.
 //!
-//! Time = max(bytes / bandwidth, operations / rate) + layers x overhead + collectives. A decode step reads every
-//! weight once (of an untied embedding only some rows, of the experts those that some token chose) and the KV of every
-//! request; with a sliding window only the window's.
+//! Time = max(bytes / bandwidth, operations / rate) + layers x overhead + collectives; [`work`](crate::work) counts.
 
 use crate::device::Device;
 use crate::pipeline::Part;
+use crate::work::{Counts, Row, Work};
 use crate::{Facts, Workload};
-use lockstep_core::shard::{Group, HeadShard, VocabShard, WeightRule};
-use lockstep_core::{ParallelInfo, StageLayers};
-use lockstep_model::rules::ModelRules;
+use lockstep_core::shard::VocabShard;
+use lockstep_core::{ModelConfig, ParallelInfo, StageLayers};
 use serde::Serialize;
 
 /// Bytes of a logit.
@@ -38,23 +36,14 @@ pub struct Cost {
     pub prefill_tokens_per_s: f64,
 }
 
-/// Sizes that the formulas need, of one rank.
+/// What the formulas need, of one rank.
 struct Sizes<'a> {
-    facts: &'a Facts<'a>,
+    counts: Counts<'a>,
+    config: &'a ModelConfig,
     device: &'a Device,
     workload: &'a Workload,
     p: ParallelInfo,
     stage: StageLayers,
-    /// Weight bytes that every step reads.
-    dense_bytes: f64,
-    /// Weight bytes of all experts.
-    expert_bytes: f64,
-    /// Multiplications of one token, head left out.
-    dense_macs: f64,
-    /// Multiplications of one row of logits.
-    head_macs: f64,
-    local_heads: f64,
-    local_kv_heads: f64,
 }
 
 impl Cost {
@@ -106,96 +95,26 @@ impl Cost {
 }
 
 impl<'a> Sizes<'a> {
-    fn new(facts: &'a Facts<'a>, device: &'a Device, workload: &'a Workload, part: Part) -> Self {
-        let (config, p) = (facts.config, part.p);
-        let rules = &ModelRules::of_stage(config, part.stage);
-        let bytes = |rule: &WeightRule| {
-            let weight_type = rule.weight_type(p, &rules.exact_tp_sizes, facts.type_of);
-            weight_type.packed_bytes(rule.local_elements(p)) as f64
-        };
-        let (mut dense_bytes, mut expert_bytes, mut dense_macs) = (0.0, 0.0, 0.0);
-        for rule in rules.iter() {
-            match rule.group {
-                Group::Experts => expert_bytes += bytes(rule),
-                // Counted below.
-                Group::Vocabulary => {}
-                _ => dense_bytes += bytes(rule),
-            }
-            let share = match (rule.group, &config.moe) {
-                (Group::Vocabulary | Group::Biases | Group::Norms, _) => 0.0,
-                (Group::Experts, Some(moe)) => moe.experts_per_token as f64 / moe.num_experts as f64,
-                _ => 1.0,
-            };
-            dense_macs += share * rule.local_elements(p) as f64;
-        }
-        let head = rules.output_head();
-        dense_bytes += head.map_or(0.0, bytes);
-        let heads = HeadShard::new(config.num_heads, config.num_kv_heads, p.tp_rank, p.tp_size);
-        Self {
-            facts,
-            device,
-            workload,
-            p,
-            stage: part.stage,
-            dense_bytes,
-            expert_bytes,
-            dense_macs,
-            head_macs: head.map_or(0.0, |head| head.local_elements(p) as f64),
-            local_heads: heads.query_heads.len() as f64,
-            local_kv_heads: heads.kv_heads.len() as f64,
-        }
-    }
-
-    /// Sum over layers of the positions that a token at `position` sees.
-    fn seen(&self, position: f64) -> f64 {
-        let config = self.facts.config;
-        self.stage
-            .range()
-            .map(|layer| config.window(layer).map_or(position, |window| position.min(window as f64)))
-            .sum()
-    }
-
-    /// Weight bytes read by a step of `tokens`: experts that nobody chose are left out (each token
-    /// chooses independently).
-    fn weight_bytes(&self, tokens: f64) -> f64 {
-        let chosen = self.facts.config.moe.as_ref().map_or(0.0, |moe| {
-            let one = moe.experts_per_token as f64 / moe.num_experts as f64;
-            1.0 - (1.0 - one).powf(tokens)
-        });
-        self.dense_bytes + self.expert_bytes * chosen
+    fn new(facts: &Facts<'a>, device: &'a Device, workload: &'a Workload, part: Part) -> Self {
+        let counts = Counts::new(facts, device.kind, part);
+        Self { counts, config: facts.config, device, workload, p: part.p, stage: part.stage }
     }
 
     fn decode_ms(&self, requests: usize) -> f64 {
-        let batch = requests as f64;
-        let config = self.facts.config;
-        let seen = self.seen(self.workload.context as f64);
-        let head_dim = config.head_dim as f64;
-        let kv_bytes =
-            2.0 * seen * self.local_kv_heads * head_dim * self.device.kind.activation_bytes() as f64;
-        let bytes = self.weight_bytes(batch) + batch * kv_bytes;
-        let attention_macs = 2.0 * seen * self.local_heads * head_dim;
-        let macs = batch * (self.dense_macs + self.head_macs + attention_macs);
-        self.roofline_ms(bytes, macs) + self.overhead_ms(1) + self.collectives_ms(requests, requests)
+        let work = self.counts.step(&vec![Row::decode(self.workload.context); requests]);
+        self.roofline_ms(&work) + self.overhead_ms(1) + self.collectives_ms(requests, requests)
     }
 
     fn prefill_ms(&self) -> f64 {
         let (tokens, chunk) = (self.workload.context, self.workload.chunk);
-        let steps = tokens.div_ceil(chunk);
-        let head_dim = self.facts.config.head_dim as f64;
-        // Positions seen by all tokens together: the mean token sees half the context, or its window.
-        let seen = self.seen(tokens as f64 / 2.0) * tokens as f64;
-        let macs =
-            tokens as f64 * self.dense_macs + self.head_macs + 2.0 * seen * self.local_heads * head_dim;
-        let bytes = steps as f64 * self.weight_bytes(tokens.min(chunk) as f64);
-        let collectives = steps as f64 * self.collectives_ms(tokens.min(chunk), 1);
-        self.roofline_ms(bytes, macs) + self.overhead_ms(steps) + collectives
+        let steps = Row::prefill(0, tokens, chunk);
+        let rooflines: f64 = steps.iter().map(|row| self.roofline_ms(&self.counts.step(&[*row]))).sum();
+        let collectives = steps.len() as f64 * self.collectives_ms(tokens.min(chunk), 1);
+        rooflines + self.overhead_ms(steps.len()) + collectives
     }
 
-    fn roofline_ms(&self, bytes: f64, macs: f64) -> f64 {
-        let share = self.device.rank_share(self.p.replica_size());
-        let moving = bytes / (self.device.bandwidth_gbs * 1e9 * share);
-        let computing = 2.0 * macs / (self.device.tflops * 1e12 * share);
-        moving.max(computing) * 1e3
+    fn roofline_ms(&self, work: &Work) -> f64 {
+        work.roofline_s(self.device, self.p.replica_size()) * 1e3
     }
 
     fn overhead_ms(&self, steps: usize) -> f64 {
@@ -212,7 +131,7 @@ impl<'a> Sizes<'a> {
         if self.p.tp_size == 1 {
             return 0.0;
         }
-        let config = self.facts.config;
+        let config = self.config;
         let one = |bytes: f64| self.device.sum_us(bytes, self.p.tp_size) / 1e3;
         let sum = one((tokens * config.hidden_size * self.device.kind.activation_bytes()) as f64);
         let vocab = VocabShard::new(config.vocab_size, self.p.tp_rank, self.p.tp_size).padded.len();

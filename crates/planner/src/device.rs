@@ -49,6 +49,10 @@ pub struct Device {
     pub bandwidth_gbs: f64,
     /// Matrix products, TFLOP/s: of one GPU, or of the machine.
     pub tflops: f64,
+    /// The same of products with codes, whose multiplications are of integers, in 10^12 operations a second; without it they
+    /// count as the others.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub int8_tops: Option<f64>,
     /// Time a layer takes beside its bytes and operations: launches, small kernels, barriers.
     pub layer_overhead_us: f64,
     /// What a sum over two ranks takes: (bytes, microseconds), ascending by bytes.
@@ -99,7 +103,7 @@ impl Device {
     /// What is wrong with the numbers, if anything is.
     fn check(&self) -> Result<(), String> {
         let is_rate = |rate: &f64| RATES.contains(rate);
-        if ![self.bandwidth_gbs, self.tflops].iter().all(is_rate) {
+        if ![self.bandwidth_gbs, self.tflops].iter().chain(&self.int8_tops).all(is_rate) {
             return Err(format!("has a rate that is not above 0, or outside {RATES:?}"));
         }
         if !(self.memory_gib > 0.0 && self.memory_gib <= MEMORY_GIB_MAX) {
@@ -140,6 +144,7 @@ impl Device {
             memory_gib: part(self.memory_gib),
             bandwidth_gbs: part(self.bandwidth_gbs),
             tflops: part(self.tflops),
+            int8_tops: self.int8_tops.map(part),
             ..self.clone()
         }
     }

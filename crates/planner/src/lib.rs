@@ -4,7 +4,8 @@
 //! |---|---|
 //! | [`device`] | what a device can do: the editable table `devices.json`, `cpu:24g`, this machine |
 //! | [`memory`] | what each rank will hold, from the shard rules that the loader follows |
-//! | [`cost`] | bytes, operations and messages of a step, and the time they take |
+//! | [`work`] | bytes and operations of a step |
+//! | [`cost`] | the time they take, and messages |
 //! | [`pipeline`] | both for the stages of a pipeline, and how long they wait for each other |
 //! | [`advice`] | what follows from the numbers, in words |
 //! | [`table`] | the report as text |
@@ -19,6 +20,7 @@ pub mod device;
 pub mod memory;
 pub mod pipeline;
 pub mod table;
+pub mod work;
 
 pub use device::{Device, DeviceKind, DeviceTable};
 

@@ -58,7 +58,7 @@ struct Fma {
     rounds: usize,
 }
 
-/// Accumulators of [`Fma`]: more than latency times throughput on any core, and they fit AVX2.
+/// Accumulators of [`Fma`] and [`Dot`]: more than latency times throughput on any core, and they fit AVX2.
 const FMA_CHAINS: usize = 12;
 
 impl Kernel for Fma {
@@ -86,6 +86,39 @@ impl Kernel for Fma {
     }
 }
 
+/// `rounds` times 12 independent integer dot products of 16 lanes, four bytes each.
+#[derive(Clone, Copy)]
+struct Dot {
+    rounds: usize,
+}
+
+impl Kernel for Dot {
+    type Output = f32;
+
+    /// # Safety
+    /// The machine supports `S`.
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) -> f32 {
+        // SAFETY: register operations only.
+        unsafe {
+            let codes = S::splat_i32(std::hint::black_box(0x0101_0101));
+            let mut acc = [S::splat_i32(1); FMA_CHAINS];
+            for _ in 0..self.rounds {
+                for a in &mut acc {
+                    // Each with a factor of its own that changes, since AVX2 multiplies before it adds, and would do so
+                    // once for all. Sums of four bytes cannot overflow in so few rounds.
+                    *a = S::dot::<true>(*a, codes, *a);
+                }
+            }
+            let mut total = S::splat(0.0);
+            for a in acc {
+                total = S::add(total, S::to_f32(a));
+            }
+            S::sum(total)
+        }
+    }
+}
+
 /// Reading speed of `threads` threads over `bytes` bytes in GB/s, on huge or ordinary pages.
 pub fn bandwidth_gbs(threads: usize, bytes: usize, huge: bool) -> Result<f64> {
     let chunks = bytes.div_ceil(READ_CHUNK).max(1);
@@ -105,15 +138,33 @@ pub fn bandwidth_gbs(threads: usize, bytes: usize, huge: bool) -> Result<f64> {
 
 /// Fused multiply-add speed of `threads` threads in GFLOP/s (two operations each).
 pub fn fma_gflops(threads: usize) -> f64 {
+    // Lanes of one operation each.
+    chains_gops(threads, LANES, Fma { rounds: CHAIN_ROUNDS })
+}
+
+/// Speed of integer dot products, of codes below 64 with signed bytes, of `threads` threads in 10^9 operations a second
+/// (two a pair of bytes): what products with codes are made of.
+pub fn dot_gops(threads: usize) -> f64 {
+    chains_gops(threads, VECTOR_BYTES, Dot { rounds: CHAIN_ROUNDS })
+}
+
+/// Rounds of a chain.
+const CHAIN_ROUNDS: usize = 40_000;
+/// Bytes of a vector.
+const VECTOR_BYTES: usize = 4 * LANES;
+
+/// 10^9 operations a second of [`FMA_CHAINS`] chains of [`CHAIN_ROUNDS`] instructions, of which each multiplies and adds
+/// `pairs` pairs.
+fn chains_gops<K: Kernel<Output = f32> + Sync>(threads: usize, pairs: usize, kernel: K) -> f64 {
     let (pool, isa) = (ThreadPool::new(threads.max(1), None), Isa::detect());
-    let (chunks, rounds) = (threads.max(1) * 8, 40_000);
+    let chunks = threads.max(1) * 8;
     let best = best_of(|| {
         pool.run(chunks, &|_, _| {
             // SAFETY: register operations of the detected instruction set.
-            std::hint::black_box(unsafe { isa.run(Fma { rounds }) });
+            std::hint::black_box(unsafe { isa.run(kernel) });
         });
     });
-    (chunks * rounds * FMA_CHAINS * LANES * 2) as f64 / best.as_secs_f64() / 1e9
+    (chunks * CHAIN_ROUNDS * FMA_CHAINS * pairs * 2) as f64 / best.as_secs_f64() / 1e9
 }
 
 /// A matrix product to time.

@@ -15,7 +15,7 @@ use lockstep_comm::link::Endpoint;
 use lockstep_comm::shm::{SharedRegion, ShmLayout};
 use lockstep_core::{ExitCode, ModelConfig, ParallelInfo, RequestId, SamplingParams, StageLayers, Topology};
 use lockstep_engine::links::RankLinks;
-use lockstep_engine::offline::{self, OfflineLink, OfflineReport};
+use lockstep_engine::offline::{self, OfflineLink, OfflineReport, OfflineSet};
 use lockstep_engine::start::{self, Groups};
 use lockstep_engine::{DeviceConfig, DummySpec, EngineError, RankConfig};
 use lockstep_wire::{SubmitRequest, TextParams};
@@ -42,7 +42,7 @@ pub fn offline(flags: &OfflineFlags) -> Result<()> {
         (0..flags.requests).map(|_| (within(&mut random, min, max), within(&mut random, min, max))).collect();
     let requests = engine.requests(&lengths, flags.temperature, &mut random);
     let inputs: usize = lengths.iter().map(|(input, _)| input).sum();
-    let runs = engine.run(vec![engine.warm_up(flags.temperature), requests])?;
+    let runs = engine.run(vec![engine.warm_up(flags.temperature), requests.into()])?.reports;
     let report = &runs[1];
     let seconds = report.elapsed.as_secs_f64();
     let (output, rate) = (report.output_tokens, report.output_tokens as f64 / seconds);
@@ -76,10 +76,10 @@ pub fn latency(flags: &LatencyFlags) -> Result<()> {
         // Once to meet every shape, once for the clock.
         for _ in 0..2 {
             let lengths = vec![(flags.prompt, flags.tokens); batch];
-            sets.push(engine.requests(&lengths, flags.temperature, &mut random));
+            sets.push(engine.requests(&lengths, flags.temperature, &mut random).into());
         }
     }
-    let runs = engine.run(sets)?;
+    let runs = engine.run(sets)?.reports;
     if !flags.engine.json {
         say_line(format_args!(
             "{:>6}  {:>13}  {:>12}  {:>12}",
@@ -113,17 +113,30 @@ pub fn latency(flags: &LatencyFlags) -> Result<()> {
 }
 
 /// One model, ready to be loaded by every rank.
-struct Engine {
-    config: RankConfig,
-    vocab_size: usize,
+pub(super) struct Engine {
+    pub config: RankConfig,
+    pub model: ModelConfig,
     topology: Topology,
     stages: Vec<StageLayers>,
     /// Bytes of activations that may be on their way from one rank to another.
     transfer_bytes: usize,
+    /// How long reading the model's description and the flags took.
+    opening: Duration,
+}
+
+/// What came of running sets of requests.
+pub(super) struct EngineRun {
+    /// One a set.
+    pub reports: Vec<OfflineReport>,
+    /// From opening the model's files until every rank could take a request.
+    pub start: Duration,
+    /// Memory of the process then, all ranks; `None` where the kernel does not say.
+    pub idle_bytes: Option<u64>,
 }
 
 impl Engine {
-    fn new(flags: &EngineFlags) -> Result<Self> {
+    pub fn new(flags: &EngineFlags) -> Result<Self> {
+        let started = Instant::now();
         logging::init_command("bench", &flags.logging);
         let flag_error = CliError::with::<anyhow::Error>(ExitCode::Flags);
         flags.batching.check().map_err(&flag_error)?;
@@ -177,19 +190,19 @@ impl Engine {
             flight_dir: None,
             links,
         };
-        Ok(Self { config, vocab_size: model.vocab_size, topology, stages, transfer_bytes })
+        Ok(Self { config, model, topology, stages, transfer_bytes, opening: started.elapsed() })
     }
 
-    /// Requests of (prompt, answer) lengths with random prompts.
-    fn requests(
-        &self,
-        lengths: &[(usize, usize)],
-        temperature: f32,
-        random: &mut Random,
-    ) -> Vec<SubmitRequest> {
-        let request = |(index, &(prompt, answer)): (usize, &(usize, usize))| SubmitRequest {
+    /// Ranks in all.
+    pub fn ranks(&self) -> usize {
+        self.topology.world_size()
+    }
+
+    /// Request `index` of a set: an answer of exactly `answer` tokens.
+    pub fn request(index: usize, prompt: Vec<u32>, answer: usize, temperature: f32) -> SubmitRequest {
+        SubmitRequest {
             id: RequestId(index as u64),
-            prompt: (0..prompt).map(|_| within(random, 0, self.vocab_size - 1) as u32).collect(),
+            prompt,
             sampling: SamplingParams {
                 temperature,
                 seed: index as u64,
@@ -200,17 +213,34 @@ impl Engine {
             text: TextParams::default(),
             cache_salt: None,
             priority: 0,
+        }
+    }
+
+    /// A random prompt.
+    pub fn prompt(&self, length: usize, random: &mut Random) -> Vec<u32> {
+        (0..length).map(|_| within(random, 0, self.model.vocab_size - 1) as u32).collect()
+    }
+
+    /// Requests of (prompt, answer) lengths with random prompts.
+    fn requests(
+        &self,
+        lengths: &[(usize, usize)],
+        temperature: f32,
+        random: &mut Random,
+    ) -> Vec<SubmitRequest> {
+        let request = |(index, &(prompt, answer)): (usize, &(usize, usize))| {
+            Self::request(index, self.prompt(prompt, random), answer, temperature)
         };
         lengths.iter().enumerate().map(request).collect()
     }
 
     /// A small set that makes everything happen once.
-    fn warm_up(&self, temperature: f32) -> Vec<SubmitRequest> {
-        self.requests(&[(64, WARM_TOKENS as usize); 4], temperature, &mut Random::of_seed(0))
+    fn warm_up(&self, temperature: f32) -> OfflineSet {
+        self.requests(&[(64, WARM_TOKENS as usize); 4], temperature, &mut Random::of_seed(0)).into()
     }
 
     /// Loads the model on every rank and runs the sets one after the other; gives rank 0's reports.
-    fn run(&self, sets: Vec<Vec<SubmitRequest>>) -> Result<Vec<OfflineReport>> {
+    pub fn run(&self, sets: Vec<OfflineSet>) -> Result<EngineRun> {
         let internal = CliError::with::<anyhow::Error>(ExitCode::Internal);
         let ranks = self.topology.world_size();
         let layout = ShmLayout::new(ranks, ShmLayout::SLOT_BYTES_DEFAULT).map_err(|e| internal(e.into()))?;
@@ -218,6 +248,7 @@ impl Engine {
         let region = SharedRegion::create(layout).map_err(|e| internal(e.into()))?;
         let (followers, mut receivers): (Vec<_>, Vec<_>) = (1..ranks).map(|_| mpsc::channel()).unzip();
         let started = Instant::now();
+        let started = started.checked_sub(self.opening).unwrap_or(started);
         if ranks > 1 {
             // SAFETY: no rank's thread has been started, and no other thread touches the environment.
             unsafe { NcclCollective::prepare_environment() };
@@ -239,7 +270,7 @@ impl Engine {
         })
     }
 
-    fn rank(&self, rank: usize, region: &std::os::fd::OwnedFd, sets: Sets) -> Result<Vec<OfflineReport>> {
+    fn rank(&self, rank: usize, region: &std::os::fd::OwnedFd, sets: Sets) -> Result<EngineRun> {
         let parallel = self.topology.place(rank);
         let config = RankConfig { parallel, stage: self.stages[parallel.pp_rank], ..self.config.clone() };
         on_device(&config, region, None, sets).map_err(|e| CliError::new(e.exit_code(), e.to_string()))
@@ -258,35 +289,33 @@ fn described(flags: &EngineFlags, path: &Path) -> Result<(ModelConfig, Option<Du
 
 /// Sets of requests, run one after the other over one loaded model.
 struct Sets {
-    sets: Vec<Vec<SubmitRequest>>,
+    sets: Vec<OfflineSet>,
     link: OfflineLink,
     started: Instant,
 }
 
 impl RankTask for Sets {
-    type Output = Vec<OfflineReport>;
+    type Output = EngineRun;
 
     fn run<B: Backend>(
         self,
         config: &RankConfig,
         backend: B,
         groups: Groups,
-    ) -> std::result::Result<Vec<OfflineReport>, EngineError> {
+    ) -> std::result::Result<EngineRun, EngineError> {
         let device = backend.describe();
         let prepared = start::prepare(config, backend, groups, &|_, _| ())?;
+        let start = self.started.elapsed();
+        let idle_bytes = serve::memory::proportional_bytes();
         if config.parallel.is_primary() {
-            eprintln!(
-                "{} on {device}: ready after {:.2} s",
-                config.model.display(),
-                self.started.elapsed().as_secs_f64()
-            );
+            eprintln!("{} on {device}: ready after {:.2} s", config.model.display(), start.as_secs_f64());
         }
         let reports = offline::run(config, prepared, self.link, self.sets)?;
         match reports.iter().find_map(|report| report.failed.as_ref()) {
             Some((count, reason)) => {
                 Err(EngineError::Memory(format!("{count} requests were refused: {reason}")))
             }
-            None => Ok(reports),
+            None => Ok(EngineRun { reports, start, idle_bytes }),
         }
     }
 }

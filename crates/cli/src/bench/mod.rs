@@ -1,12 +1,14 @@
 //! `lockstep bench`: what this machine can do, and what the backends make of it.
 
 mod comm;
+mod cpu;
 mod decode;
 mod engine;
 mod random;
 mod serve;
 
 pub use comm::{comm, few_sums};
+pub use cpu::cpu;
 pub use decode::decode;
 pub use engine::{latency, offline};
 pub use serve::serve;
@@ -40,15 +42,16 @@ pub fn hardware(flags: &HwFlags) -> Result<()> {
     let mut threads = vec![1];
     threads.extend(flags.threads.or(Some(cores())).filter(|&n| n > 1));
     say_line(format_args!(
-        "{:>7}  {:>18}  {:>18}  {:>14}",
-        "threads", "read GB/s (huge)", "read GB/s (4 KiB)", "f32 FMA GFLOP/s"
+        "{:>7}  {:>18}  {:>18}  {:>15}  {:>15}",
+        "threads", "read GB/s (huge)", "read GB/s (4 KiB)", "f32 FMA GFLOP/s", "int8 dot GOP/s"
     ))?;
     for &n in &threads {
         say_line(format_args!(
-            "{n:>7}  {:>18.1}  {:>18.1}  {:>14.0}",
+            "{n:>7}  {:>18.1}  {:>18.1}  {:>15.0}  {:>15.0}",
             bandwidth(n, true)?,
             bandwidth(n, false)?,
-            probe::fma_gflops(n)
+            probe::fma_gflops(n),
+            probe::dot_gops(n)
         ))?;
     }
     say_line(format_args!("\nshared memory, two threads of this process:"))?;

@@ -72,6 +72,7 @@ pub(super) fn speed() -> Result<Section> {
     section
         .line("reading memory", format!("{:.1} GB/s with {cores} threads", bench::bandwidth(cores, true)?));
     section.line("f32 multiply-add", format!("{:.0} GFLOP/s", probe::fma_gflops(cores)));
+    section.line("integer dot products", format!("{:.0} GOP/s", probe::dot_gops(cores)));
     for row in bench::two_ranks(SPEED_ROUNDS)? {
         let name = format!("{} of two ranks, {} B", row.operation, row.bytes);
         section.line(

@@ -167,6 +167,8 @@ pub struct BenchFlags {
 pub enum BenchCommand {
     /// Memory bandwidth, FMA rate and shared-memory collectives of this machine.
     Hw(HwFlags),
+    /// Every column of the table of CPU workloads beside its floor on this machine, without HTTP.
+    Cpu(CpuFlags),
     /// Decode at batch 1 and prefill of a model, against the floor of this machine, in process.
     Decode(DecodeFlags),
     /// Sums over the ranks' GPUs by size: our own kernels in one shot and in two, and NCCL.
@@ -241,6 +243,17 @@ pub struct OfflineFlags {
     /// Sampling temperature.
     #[arg(long, default_value_t = 0.6)]
     pub temperature: f32,
+}
+
+/// Flags of `lockstep bench cpu`.
+#[derive(Args, Debug)]
+pub struct CpuFlags {
+    /// What runs.
+    #[command(flatten)]
+    pub engine: EngineFlags,
+    /// Repetitions of each workload, with fresh prompts; the median counts.
+    #[arg(long, default_value_t = 3)]
+    pub repeat: usize,
 }
 
 /// Flags of `lockstep bench latency`.

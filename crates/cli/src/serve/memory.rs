@@ -31,3 +31,11 @@ fn cgroup_left_bytes() -> Option<u64> {
     let used: u64 = read("memory.current")?.trim().parse().ok()?;
     Some(limit.saturating_sub(used))
 }
+
+/// Memory of this process that is in RAM, of pages shared with others its part. `None` where the kernel does not say.
+pub fn proportional_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/smaps_rollup").ok()?;
+    let kib: u64 =
+        text.lines().find_map(|l| l.strip_prefix("Pss:"))?.split_whitespace().next()?.parse().ok()?;
+    Some(kib * 1024)
+}
