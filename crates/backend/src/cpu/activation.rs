@@ -34,23 +34,55 @@ pub(super) struct GatedRow {
     pub factor: f32,
 }
 
-impl GatedRow {
-    /// The activation of one vector.
-    ///
+/// The activation of one vector.
+///
+/// # Safety
+/// The machine supports `S`.
+#[inline(always)]
+unsafe fn activate<S: Simd>(activation: Activation, gate: S::V) -> S::V {
+    // SAFETY: register operations only; the caller promises the instruction set.
+    unsafe {
+        let minus_slope = match activation {
+            Activation::Silu => S::sub(S::splat(0.0), gate),
+            Activation::GeluTanh => {
+                let cube = S::mul(S::mul(gate, gate), gate);
+                S::mul(S::fma(cube, S::splat(GELU_CUBE), gate), S::splat(-GELU_SLOPE))
+            }
+        };
+        S::div(gate, S::add(S::splat(1.0), exp::<S>(minus_slope)))
+    }
+}
+
+/// `out = act(gate) * up` of some rows of whole vectors, which lie one after the other in `gate` and in `up`.
+#[derive(Clone, Copy)]
+pub(super) struct GatedRows {
+    pub activation: Activation,
+    pub gate: *const f32,
+    pub up: *const f32,
+    /// Elements of a row, a multiple of 16.
+    pub width: usize,
+    pub rows: usize,
+    pub out: *mut f32,
+    pub out_stride: usize,
+}
+
+impl Kernel for GatedRows {
+    type Output = ();
+
     /// # Safety
-    /// The machine supports `S`.
+    /// All are valid for `width` elements of `rows` rows and do not overlap.
     #[inline(always)]
-    unsafe fn activate<S: Simd>(&self, gate: S::V) -> S::V {
-        // SAFETY: register operations only; the caller promises the instruction set.
-        unsafe {
-            let minus_slope = match self.activation {
-                Activation::Silu => S::sub(S::splat(0.0), gate),
-                Activation::GeluTanh => {
-                    let cube = S::mul(S::mul(gate, gate), gate);
-                    S::mul(S::fma(cube, S::splat(GELU_CUBE), gate), S::splat(-GELU_SLOPE))
+    unsafe fn run<S: Simd>(self) {
+        for row in 0..self.rows {
+            for i in (0..self.width).step_by(LANES) {
+                // SAFETY: `row < rows`, `i + 16 <= width`.
+                unsafe {
+                    let at = row * self.width + i;
+                    let (gate, up) = (S::load(self.gate.add(at)), S::load(self.up.add(at)));
+                    let gated = S::mul(activate::<S>(self.activation, gate), up);
+                    S::store(self.out.add(row * self.out_stride + i), gated);
                 }
-            };
-            S::div(gate, S::add(S::splat(1.0), exp::<S>(minus_slope)))
+            }
         }
     }
 }
@@ -68,7 +100,7 @@ impl Kernel for GatedRow {
             unsafe {
                 let gate = load_at::<S>(self.gate, i, self.len);
                 let up = load_at::<S>(self.up, i, self.len);
-                let gated = S::mul(S::mul(self.activate::<S>(gate), up), S::splat(factor));
+                let gated = S::mul(S::mul(activate::<S>(self.activation, gate), up), S::splat(factor));
                 store_at::<S>(self.out, i, self.len, gated);
             }
         }

@@ -51,6 +51,7 @@ use lockstep_core::config::{Activation, RopeFrequencies};
 use lockstep_core::{PageId, WeightType};
 use std::borrow::Cow;
 use std::cell::RefCell;
+use tensor::RowsOut;
 
 /// How the backend of one rank runs.
 #[derive(Clone, Debug, Default)]
@@ -105,6 +106,25 @@ impl CpuBackend {
     /// Threads in use.
     pub fn threads(&self) -> usize {
         self.pool.threads()
+    }
+
+    /// A product, its activations rounded first where the matrix has codes.
+    fn product(
+        &mut self,
+        w: &PackedLinear,
+        x: &CpuTensor,
+        bias: Option<&CpuVector>,
+        rows: usize,
+        (gate, out): (Option<Activation>, RowsOut<'_>),
+    ) {
+        let (isa, pool, x) = (self.isa, &self.pool, x.view(rows));
+        let codes = match w.spec().weight_type {
+            WeightType::Float(_) => None,
+            WeightType::Coded(layout) => Some(self.coded_inputs.get_mut().fill((isa, pool), x, layout)),
+        };
+        let bias = bias.map(CpuVector::values);
+        let product = matmul::Matmul { isa, weights: w, x, codes, x_rows: None, bias, rows, gate, out };
+        product.run(pool, self.scratch.view());
     }
 }
 
@@ -213,24 +233,23 @@ impl Backend for CpuBackend {
         rows: usize,
         out: &mut CpuTensor,
     ) {
-        let bias = bias.map(CpuVector::values);
-        let codes = match w.spec().weight_type {
-            WeightType::Float(_) => None,
-            WeightType::Coded(layout) => {
-                Some(self.coded_inputs.get_mut().fill((self.isa, &self.pool), x.view(rows), layout))
-            }
-        };
-        let product = matmul::Matmul {
-            isa: self.isa,
-            weights: w,
-            x: x.view(rows),
-            codes,
-            x_rows: None,
-            bias,
-            rows,
-            out: out.view_mut(rows),
-        };
-        product.run(&self.pool, self.scratch.view());
+        self.product(w, x, bias, rows, (None, out.view_mut(rows)));
+    }
+
+    fn gated_matmul(
+        &mut self,
+        activation: Activation,
+        (w, bias): (&PackedLinear, Option<&CpuVector>),
+        x: &CpuTensor,
+        rows: usize,
+        buffers: (&mut CpuTensor, &mut CpuTensor),
+    ) {
+        let (gate_up, out) = buffers;
+        if !matmul::can_gate(w.spec()) {
+            self.matmul(w, x, bias, rows, gate_up);
+            return self.gated_activation(activation, gate_up, rows, out);
+        }
+        self.product(w, x, bias, rows, (Some(activation), out.view_mut(rows)));
     }
 
     fn rope_and_store(&mut self, args: RopeAndStore<'_, Self>, qkv: &mut CpuTensor, cache: &mut CpuKvCache) {

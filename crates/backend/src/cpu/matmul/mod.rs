@@ -26,13 +26,16 @@ pub(super) use kernels::{Bf16, F16, F32, HINT_AHEAD_BYTES, Levels, Weight};
 pub(super) use runs::Run;
 pub(super) use sums::{SUMS_PANEL_LEN, Sums};
 
+use super::activation::GatedRows;
 use super::codes::{CodeBlocks, CodedRows};
 use super::packed::PackedLinear;
 use super::pool::ThreadPool;
 use super::simd::{Isa, LANES};
 use super::tensor::{RowsIn, RowsOut};
+use crate::LinearSpec;
 use blocks::FloatBlocks;
 use kernels::{Finish, Join};
+use lockstep_core::config::Activation;
 use lockstep_core::{DType, WeightType};
 use runs::{Runs, TREE_LEVELS};
 use std::ops::Range;
@@ -52,8 +55,9 @@ const CHUNKS_PER_THREAD: usize = 4;
 /// Multiply-adds below which the caller works alone; waking the helpers would cost more.
 pub(super) const PARALLEL_OPS_MIN: usize = 64 << 10;
 
-/// Scratch elements of each thread: a band's sums, and a panel.
-pub(super) const SCRATCH_LEN: usize = LEVELS_LEN + PANEL_LEN;
+/// Scratch elements of each thread: a band's sums, a panel, and the gates of a band.
+pub(super) const SCRATCH_LEN: usize = LEVELS_LEN + PANEL_LEN + GATES_LEN;
+const GATES_LEN: usize = WAITING_ROWS_MAX * GROUP_TILES_MAX * LANES;
 const LEVELS_LEN: usize =
     TREE_LEVELS * (WAITING_ROWS_MAX * (GROUP_TILES_MAX + 1) + GROUP_TILES_MAX + 1) * LANES;
 
@@ -69,6 +73,9 @@ pub(super) struct Matmul<'a> {
     pub x_rows: Option<&'a [u32]>,
     pub bias: Option<&'a [f32]>,
     pub rows: usize,
+    /// Of a fused gate|up matrix, whose halves are whole tiles.
+    pub gate: Option<Activation>,
+    /// `[rows, outputs]`, or half as wide with a gate: the activation of the first half of the outputs times the second.
     pub out: RowsOut<'a>,
 }
 
@@ -81,6 +88,11 @@ impl Matmul<'_> {
     /// Computes all rows of some tiles on the calling thread.
     pub(super) fn run_tiles(&self, tiles: Range<usize>, scratch: &mut [f32]) {
         self.with_blocks(Work::Tiles(tiles, scratch));
+    }
+
+    /// Tiles that are walked, each with its other half if there is a gate.
+    fn tiles(&self) -> usize {
+        if self.gate.is_some() { self.weights.tiles() / 2 } else { self.weights.tiles() }
     }
 
     fn with_blocks(&self, work: Work<'_>) {
@@ -124,12 +136,19 @@ impl Matmul<'_> {
     fn check(&self) {
         let spec = self.weights.spec();
         assert_eq!(self.x.cols, spec.in_features, "columns of x are the matrix's inputs");
-        assert_eq!(self.out.cols, spec.out_features, "columns of out are the matrix's outputs");
+        let halves = if self.gate.is_some() { 2 } else { 1 };
+        assert_eq!(halves * self.out.cols, spec.out_features, "columns of out are the matrix's outputs");
+        assert!(halves == 1 || can_gate(spec), "gate and up are whole tiles");
         assert!(self.bias.is_none_or(|b| b.len() == spec.out_features), "a bias for every output");
         let rows_of_x = self.x.data.len() / self.x.cols.max(1);
         let inside = |list: &[u32]| list.len() == self.rows && list.iter().all(|&r| (r as usize) < rows_of_x);
         assert!(self.x_rows.is_none_or(inside), "a row of x for every row of the product");
     }
+}
+
+/// Whether the halves of a matrix, gate and up, are whole tiles.
+pub(super) fn can_gate(spec: &LinearSpec) -> bool {
+    spec.out_features.is_multiple_of(2 * LANES)
 }
 
 /// What to compute of a product, and where.
@@ -211,8 +230,8 @@ impl Grid {
         // A group that is not full costs as much as a full one where products bound the time, which they do
         // not with few rows: these are cut evenly.
         let group = if op.rows < SHAPE_ROWS_MAX { 1 } else { most };
-        let tiles = op.weights.tiles();
-        let ops = op.rows * tiles * LANES * spec.in_features;
+        let tiles = op.tiles();
+        let ops = op.rows * op.weights.tiles() * LANES * spec.in_features;
         let ranges = if threads == 1 || ops < PARALLEL_OPS_MIN {
             1
         } else {
@@ -220,8 +239,8 @@ impl Grid {
         };
         let ranges = ranges.min(tiles.div_ceil(group)).max(1);
         let wanted = if threads == 1 { 1 } else { (CHUNKS_PER_THREAD * threads).div_ceil(ranges) };
-        let waits = spec.in_features
-            > blocks.inputs_at_once(most, Cut { block_rows, blocks: op.rows.div_ceil(block_rows) });
+        let cut = Cut { block_rows, blocks: op.rows.div_ceil(block_rows) };
+        let waits = op.gate.is_some() || spec.in_features > blocks.inputs_at_once(most, cut);
         let least = if waits { op.rows.div_ceil(WAITING_ROWS_MAX / block_rows * block_rows) } else { 1 };
         let bands = wanted.min(op.rows / BAND_ROWS_MIN).max(least);
         let band_rows = op.rows.div_ceil(bands).next_multiple_of(block_rows);
@@ -253,18 +272,62 @@ impl<B: Blocks> Chunk<'_, B> {
         while tile < tiles.end {
             let count = most.min(tiles.end - tile);
             match count {
-                1 => self.group::<1>(block_rows, tile, scratch),
-                2 => self.group::<2>(block_rows, tile, scratch),
-                3 => self.group::<3>(block_rows, tile, scratch),
-                _ => self.group::<4>(block_rows, tile, scratch),
+                1 => self.tiles::<1>(block_rows, tile, scratch),
+                2 => self.tiles::<2>(block_rows, tile, scratch),
+                3 => self.tiles::<3>(block_rows, tile, scratch),
+                _ => self.tiles::<4>(block_rows, tile, scratch),
             }
             tile += count;
         }
     }
 
-    /// All rows of the chunk times `T` tiles: leaves, tree, bias.
-    fn group<const T: usize>(&self, block_rows: usize, tile: usize, scratch: &mut [f32]) {
-        let (op, spec) = (self.op, self.op.weights.spec());
+    /// All rows of the chunk times `T` tiles and, with a gate, the `T` tiles half a matrix further.
+    fn tiles<const T: usize>(&self, block_rows: usize, tile: usize, scratch: &mut [f32]) {
+        let op = self.op;
+        let (scratch, gates) = scratch.split_at_mut(LEVELS_LEN + PANEL_LEN);
+        let Some(activation) = op.gate else {
+            return self.group::<T>(block_rows, tile, scratch, &mut |sums, first| {
+                finish::<T>(op.isa, sums, tile, op.bias, op.out.rows_from(first));
+            });
+        };
+        let width = T * LANES;
+        let place = |first: usize| (first - self.rows.start) * width;
+        // Gates stay here, in a near cache, until the other half of the products is there.
+        self.group::<T>(block_rows, tile, scratch, &mut |sums, first| {
+            let gates = &mut gates[place(first)..][..sums.len()];
+            gates.copy_from_slice(sums);
+            add_bias(op.isa, gates, op.bias.map(|bias| &bias[tile * LANES..][..width]));
+        });
+        let up = tile + op.tiles();
+        self.group::<T>(block_rows, up, scratch, &mut |sums, first| {
+            add_bias(op.isa, sums, op.bias.map(|bias| &bias[up * LANES..][..width]));
+            let (rows, out) = (sums.len() / width, op.out.rows_from(first));
+            // The last row's place is checked here, the first one's by its own pointer.
+            out.pointer(rows - 1, tile * LANES);
+            let gated = GatedRows {
+                activation,
+                gate: gates[place(first)..][..sums.len()].as_ptr(),
+                up: sums.as_ptr(),
+                width,
+                rows,
+                out: out.pointer(0, tile * LANES),
+                out_stride: out.cols,
+            };
+            // SAFETY: `rows` rows of gates and of sums; these columns of these rows of `out` belong to this chunk alone.
+            unsafe { op.isa.run(gated) };
+        });
+    }
+
+    /// All rows of the chunk times `T` tiles: leaves and tree. `done` is given the sums `[rows][T][16]` of each block, and
+    /// its first row.
+    fn group<const T: usize>(
+        &self,
+        block_rows: usize,
+        tile: usize,
+        scratch: &mut [f32],
+        done: &mut dyn FnMut(&mut [f32], usize),
+    ) {
+        let spec = self.op.weights.spec();
         let (levels, panel) = scratch.split_at_mut(LEVELS_LEN);
         let cut = Cut { block_rows, blocks: self.rows.len().div_ceil(block_rows) };
         let at_once = self.blocks.inputs_at_once(T, cut).min(spec.in_features).max(1);
@@ -288,7 +351,7 @@ impl<B: Blocks> Chunk<'_, B> {
                 let part = Part { rows, cut, block, tile, inputs, runs, panel };
                 self.blocks.add::<T>(&part, levels);
                 if is_last {
-                    finish::<T>(op.isa, &levels[..count * T * LANES], tile, op.bias, op.out.rows_from(first));
+                    done(&mut levels[..count * T * LANES], first);
                 }
             }
             if is_last {
@@ -296,6 +359,13 @@ impl<B: Blocks> Chunk<'_, B> {
             }
             from += at_once;
         }
+    }
+}
+
+/// Adds a bias, if there is one, to rows of its length.
+fn add_bias(isa: Isa, sums: &mut [f32], bias: Option<&[f32]>) {
+    if let Some(bias) = bias {
+        sums.chunks_exact_mut(bias.len()).for_each(|row| join(isa, row, bias));
     }
 }
 

@@ -190,6 +190,7 @@ impl Mixture<'_> {
                 codes: None,
                 x_rows: Some(&routing.rows[pairs.clone()]),
                 bias: None,
+                gate: None,
                 rows: pairs.len(),
                 out: out.rows_from(pairs.start),
             };

@@ -1,6 +1,6 @@
 //! Products with codes: bit-equal to the documented formula in every layout, shape, team and instruction set.
 
-use super::{Random, assert_same, backend, backends, multiply};
+use super::{Random, assert_gated, assert_same, backend, backends, multiply};
 use crate::cpu::{CpuBackend, Isa, PackedLinear};
 use crate::{Backend, LinearSpec};
 use half::f16;
@@ -172,6 +172,24 @@ fn random_shapes_are_bit_equal_to_the_formula() {
                 })
                 .collect();
             assert_same(&got, &want, &what);
+        }
+    }
+}
+
+#[test]
+fn gate_and_up_at_once_have_the_bits_of_one_after_the_other() {
+    let mut random = Random(32);
+    for mut backend in backends() {
+        for layout in [CodeLayout::new(0, 15, true, false), CodeLayout::new(-16, 15, false, true)] {
+            for (rows, inner, groups) in [(1, 48, 3), (5, 16, 2), (450, 80, 25), (9, 23, 1)] {
+                let inputs = groups * CODE_GROUP;
+                let matrix = Matrix::random(&mut random, 2 * inner, inputs, layout, vec![0, inputs]);
+                let linear = matrix.pack(&backend, 2 * inner);
+                let x = random.values(rows * inputs);
+                let bias = random.pick(&[true, false]).then(|| random.values(2 * inner));
+                let what = format!("{rows} rows of {inputs}, {inner} gates, {layout:?}");
+                assert_gated(&mut backend, &linear, &x, bias.as_deref(), &what);
+            }
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The matrix product: bit-equal to the reference in every shape, type, team and instruction set.
 
 use super::reference::{file_bytes, product, stored};
-use super::{Random, assert_same, backend, backends, empty, multiply};
+use super::{Random, assert_gated, assert_same, backend, backends, empty, multiply};
 use crate::cpu::{CpuBackend, Isa, PackedLinear};
 use crate::{Backend, LinearSpec};
 use lockstep_core::DType;
@@ -66,6 +66,23 @@ fn random_shapes_are_bit_equal_to_the_reference() {
             let linear = matrix.pack(&backend, 1 + random.below(out + 8));
             let got = multiply(&mut backend, &linear, &x, bias.as_deref());
             assert_same(&got, &matrix.times(&x, bias.as_deref()), &what);
+        }
+    }
+}
+
+#[test]
+fn gate_and_up_at_once_have_the_bits_of_one_after_the_other() {
+    let mut random = Random(31);
+    for mut backend in backends() {
+        // Halves of whole tiles and not, few rows and more than one band has.
+        for (rows, inner, inputs) in [(1, 16, 70), (7, 112, 33), (450, 80, 210), (9, 23, 40), (64, 7, 16)] {
+            let dtype = random.pick(&DTYPES);
+            let matrix = Matrix::random(&mut random, 2 * inner, inputs, dtype, 1);
+            let linear = matrix.pack(&backend, 2 * inner);
+            let x = random.values(rows * inputs);
+            let bias = random.pick(&[true, false]).then(|| random.values(2 * inner));
+            let what = format!("{rows} rows of {inputs}, {inner} gates, {dtype:?}");
+            assert_gated(&mut backend, &linear, &x, bias.as_deref(), &what);
         }
     }
 }

@@ -11,6 +11,7 @@ mod reference;
 
 use super::{CpuBackend, CpuOptions, CpuTensor, Isa, PackedLinear};
 use crate::Backend;
+use lockstep_core::config::Activation;
 use lockstep_core::random::splitmix64;
 
 /// Deterministic inputs from a printed seed.
@@ -49,6 +50,35 @@ fn multiply(backend: &mut CpuBackend, linear: &PackedLinear, x: &[f32], bias: Op
     backend.matmul(linear, &x, bias.as_ref(), rows, &mut out);
     assert!(out.rows(rows + 1)[rows * out.cols()..].iter().all(|v| v.is_nan()), "wrote beyond the rows");
     out.rows(rows).to_vec()
+}
+
+/// A fused gate|up product and its activation in one operation have the bits of the two operations.
+#[track_caller]
+fn assert_gated(
+    backend: &mut CpuBackend,
+    linear: &PackedLinear,
+    x: &[f32],
+    bias: Option<&[f32]>,
+    what: &str,
+) {
+    let (rows, outputs) = (x.len() / linear.spec().in_features, linear.spec().out_features);
+    let product = multiply(backend, linear, x, bias);
+    let product = tensor(backend, &product, outputs);
+    let x = tensor(backend, x, linear.spec().in_features);
+    let bias = bias.map(|b| backend.vector(b).unwrap());
+    for activation in [Activation::Silu, Activation::GeluTanh] {
+        let mut want = empty(backend, rows, outputs / 2);
+        backend.gated_activation(activation, &product, rows, &mut want);
+        let (mut room, mut got) = (empty(backend, rows, outputs), empty(backend, rows, outputs / 2));
+        let buffers = (&mut room, &mut got);
+        backend.gated_matmul(activation, (linear, bias.as_ref()), &x, rows, buffers);
+        let what = format!("{what}, {activation:?}, {}", backend.describe());
+        assert_same(got.rows(rows), want.rows(rows), &what);
+        assert!(
+            got.rows(rows + 1)[rows * got.cols()..].iter().all(|v| v.is_nan()),
+            "{what}: wrote beyond the rows"
+        );
+    }
 }
 
 fn backend(isa: Isa, threads: usize) -> CpuBackend {
