@@ -1,4 +1,5 @@
-//! Sixteen lanes of f32 or of four bytes, three ways: AVX-512 (with or without VNNI), AVX2+FMA, portable Rust.
+//! Sixteen lanes of f32 or of four bytes: AVX-512 (with or without VNNI), AVX2+FMA, NEON (with or without products of
+//! bytes in one instruction), portable Rust.
 //!
 //! A kernel is written once as a [`Kernel`] over [`Simd`]; [`Isa::run`] enters it under the target
 //! features of the instruction set chosen at run time.
@@ -13,6 +14,8 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod portable;
 
 pub(super) use portable::Portable;
@@ -29,7 +32,13 @@ pub enum Isa {
     Avx512,
     /// AVX2, FMA and F16C.
     Avx2,
-    /// Plain Rust; what other architectures use (the compiler vectorises it with NEON on aarch64).
+    /// NEON and `i8mm`.
+    NeonI8mm,
+    /// NEON and `dotprod`.
+    NeonDot,
+    /// NEON alone.
+    Neon,
+    /// Plain Rust, for every architecture.
     Portable,
 }
 
@@ -41,10 +50,9 @@ impl Isa {
 
     /// Those that this machine can run, fastest first.
     pub fn available() -> Vec<Self> {
-        [Isa::Avx512Vnni, Isa::Avx512, Isa::Avx2, Isa::Portable]
-            .into_iter()
-            .filter(|isa| isa.is_supported())
-            .collect()
+        let all =
+            [Isa::Avx512Vnni, Isa::Avx512, Isa::Avx2, Isa::NeonI8mm, Isa::NeonDot, Isa::Neon, Isa::Portable];
+        all.into_iter().filter(|isa| isa.is_supported()).collect()
     }
 
     /// Whether this machine can run it.
@@ -68,6 +76,14 @@ impl Isa {
             }
             #[cfg(not(target_arch = "x86_64"))]
             Isa::Avx512Vnni | Isa::Avx512 | Isa::Avx2 => false,
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonI8mm => Isa::Neon.is_supported() && std::arch::is_aarch64_feature_detected!("i8mm"),
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonDot => Isa::Neon.is_supported() && std::arch::is_aarch64_feature_detected!("dotprod"),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => std::arch::is_aarch64_feature_detected!("neon"),
+            #[cfg(not(target_arch = "aarch64"))]
+            Isa::NeonI8mm | Isa::NeonDot | Isa::Neon => false,
             Isa::Portable => true,
         }
     }
@@ -78,6 +94,9 @@ impl Isa {
             Isa::Avx512Vnni => "avx512-vnni",
             Isa::Avx512 => "avx512",
             Isa::Avx2 => "avx2",
+            Isa::NeonI8mm => "neon-i8mm",
+            Isa::NeonDot => "neon-dotprod",
+            Isa::Neon => "neon",
             Isa::Portable => "portable",
         }
     }
@@ -89,6 +108,8 @@ impl Isa {
             Isa::Avx512Vnni | Isa::Avx512 => avx512::Avx512::<false>::ACCUMULATORS,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => avx2::Avx2::ACCUMULATORS,
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonI8mm | Isa::NeonDot | Isa::Neon => neon::Neon::<{ neon::WIDEN }>::ACCUMULATORS,
             _ => Portable::ACCUMULATORS,
         }
     }
@@ -109,6 +130,12 @@ impl Isa {
                 Isa::Avx512 => avx512::enter(kernel),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => avx2::enter(kernel),
+                #[cfg(target_arch = "aarch64")]
+                Isa::NeonI8mm => neon::enter_i8mm(kernel),
+                #[cfg(target_arch = "aarch64")]
+                Isa::NeonDot => neon::enter_dotprod(kernel),
+                #[cfg(target_arch = "aarch64")]
+                Isa::Neon => neon::enter(kernel),
                 _ => kernel.run::<Portable>(),
             }
         }
