@@ -33,6 +33,7 @@ pub use moe::{ExpertWeights, MoeArgs, MoeShape};
 use lockstep_comm::collective::Collective;
 use lockstep_core::config::{Activation, RopeFrequencies};
 use lockstep_core::{DType, PageId, TokenId};
+use std::sync::Arc;
 
 /// Errors of building or running device operations.
 #[derive(Debug, thiserror::Error)]
@@ -70,6 +71,16 @@ impl BackendError {
         ))
     }
 }
+
+/// The bytes of a packed matrix, shared with it.
+pub type PackedBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
+
+/// Bytes of a piece of a packed matrix; its last one may have fewer.
+pub const PACKED_CHUNK_BYTES: usize = 1 << 20;
+
+/// Puts a piece of a packed matrix, by the matrix's index and the piece's first byte, into memory. False when it
+/// cannot; the reader keeps the reason.
+pub type ReadPacked<'a> = dyn Fn(usize, usize, &mut [u8]) -> bool + Sync + 'a;
 
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, BackendError>;
@@ -153,6 +164,10 @@ pub trait Backend {
     /// Whether [`Backend::matmul`] and [`Backend::embed`] take matrices of codes.
     const TAKES_CODES: bool = false;
 
+    /// Version of how packed matrices lie in memory, on devices whose matrices can be kept outside and
+    /// [filled in](Backend::fill_packed) again. **Invariant:** another one whenever the same elements would become other bytes.
+    const PACKED_VERSION: Option<u32> = None;
+
     /// E.g. `cpu avx512 x2`; shown in logs and `/server_info`.
     fn describe(&self) -> String;
 
@@ -184,6 +199,15 @@ pub trait Backend {
         bands.read_ahead(bands::readers(), |band| {
             self.pack_rows(&mut linears[band.matrix], band.first_row, &band.data);
         });
+    }
+    /// The bytes of a packed matrix, which is not packed again. Where there is a [`PACKED_VERSION`](Self::PACKED_VERSION).
+    fn packed(&self, _: &Self::Linear) -> PackedBytes {
+        unreachable!("only for devices with a version of packed matrices")
+    }
+    /// Fills new matrices with what [`packed`](Self::packed) gave of matrices made for the same descriptions, as `read`
+    /// brings it, on the device's threads. Ends early when a piece cannot be had; the matrices are of no use then.
+    fn fill_packed(&self, _: &mut [Self::Linear], _read: &ReadPacked<'_>) {
+        unreachable!("only for devices with a version of packed matrices")
     }
     /// Bytes the packed matrix occupies.
     fn linear_bytes(&self, linear: &Self::Linear) -> usize;

@@ -214,9 +214,9 @@ impl WeightMode {
     /// The form in which a matrix counted as `group` is kept when nothing speaks against it. `takes_codes`: the
     /// device multiplies with codes.
     ///
-    /// Experts and the matrices that choose them stay floats.
+    /// The matrices that choose experts stay floats.
     pub fn weight_type(self, stored: StoredType, group: Group, takes_codes: bool) -> WeightType {
-        let takes_codes = takes_codes && !matches!(group, Group::Experts | Group::Router);
+        let takes_codes = takes_codes && group != Group::Router;
         let codes = match self {
             Self::Cast(dtype) => return dtype.into(),
             Self::Exact => None,
@@ -279,7 +279,9 @@ mod tests {
             assert_eq!(mode.weight_type(blocks, Group::Mlp, true), from_blocks);
             assert_eq!(mode.weight_type(floats, Group::Mlp, true), from_floats);
             assert_eq!(mode.keeps_codes(), matches!(from_blocks, WeightType::Coded(_)));
-            for (group, takes_codes) in [(Group::Mlp, false), (Group::Experts, true), (Group::Router, true)] {
+            assert_eq!(mode.weight_type(blocks, Group::Experts, true), from_blocks);
+            for (group, takes_codes) in [(Group::Mlp, false), (Group::Experts, false), (Group::Router, true)]
+            {
                 assert!(matches!(mode.weight_type(blocks, group, takes_codes), WeightType::Float(_)));
             }
         }

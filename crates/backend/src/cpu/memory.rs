@@ -120,6 +120,12 @@ impl Region {
     }
 }
 
+impl AsRef<[u8]> for Region {
+    fn as_ref(&self) -> &[u8] {
+        self.as_slice()
+    }
+}
+
 /// Cuts regions out of shared huge-page mappings. A region's memory goes back to the system when
 /// all regions of its mapping are gone (weights live as long as the process).
 #[derive(Default)]

@@ -43,8 +43,8 @@ pub use simd::Isa;
 pub use tensor::{CpuTensor, CpuVector};
 
 use crate::{
-    Attention, Backend, Bands, ExpertWeights, KvLayout, LinearSpec, MoeArgs, MoeShape, ReduceAddNorm, Result,
-    RopeAndStore,
+    Attention, Backend, Bands, ExpertWeights, KvLayout, LinearSpec, MoeArgs, MoeShape, PackedBytes,
+    ReadPacked, ReduceAddNorm, Result, RopeAndStore,
 };
 use lockstep_comm::collective::Collective;
 use lockstep_core::config::{Activation, RopeFrequencies};
@@ -145,6 +145,8 @@ impl Backend for CpuBackend {
 
     const TAKES_CODES: bool = true;
 
+    const PACKED_VERSION: Option<u32> = Some(packed::VERSION);
+
     fn describe(&self) -> String {
         format!("cpu {} x{}", self.isa.name(), self.threads())
     }
@@ -170,6 +172,14 @@ impl Backend for CpuBackend {
         PackedLinear::pack_bands(linears, self.isa, &self.pool, bands);
     }
 
+    fn packed(&self, linear: &PackedLinear) -> PackedBytes {
+        linear.share()
+    }
+
+    fn fill_packed(&self, linears: &mut [PackedLinear], read: &ReadPacked<'_>) {
+        PackedLinear::fill(linears, &self.pool, read);
+    }
+
     fn linear_bytes(&self, linear: &PackedLinear) -> usize {
         linear.bytes()
     }
@@ -187,7 +197,7 @@ impl Backend for CpuBackend {
     }
 
     fn moe_workspace(&self, shape: MoeShape) -> Result<CpuMoeWorkspace> {
-        CpuMoeWorkspace::new(&self.arena, shape)
+        CpuMoeWorkspace::new(&self.arena, &mut self.coded_inputs.borrow_mut(), shape)
     }
 
     fn moe_workspace_bytes(shape: &MoeShape) -> usize {
@@ -316,7 +326,7 @@ impl Backend for CpuBackend {
             x: x.view(rows),
             out: out.view_mut(rows),
         };
-        mixture.run(&self.pool, rows, work);
+        mixture.run(&self.pool, rows, (work, self.coded_inputs.get_mut()));
     }
 
     fn reduce_add_norm(

@@ -11,10 +11,16 @@ use super::memory::{Arena, Region};
 use super::pool::ThreadPool;
 use super::simd::{Isa, Kernel, LANES, Simd};
 use crate::bands::BAND_ROWS_STEP;
-use crate::{Bands, LinearSpec, Result};
+use crate::{Bands, LinearSpec, PACKED_CHUNK_BYTES, PackedBytes, ReadPacked, Result};
 use half::{bf16, f16};
 use lockstep_core::limits::K_LEAVES;
 use lockstep_core::{CODE_GROUP, DType, WeightType};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Version of the layout, the same on every instruction set: it changes with what this file, `codes::pack` and whatever
+/// turns floats and blocks into codes write.
+pub(super) const VERSION: u32 = 1;
 
 /// Bytes below which packing runs on the caller alone.
 const PACK_PARALLEL_BYTES: usize = 256 << 10;
@@ -23,7 +29,8 @@ const _: () = assert!(BAND_ROWS_STEP.is_multiple_of(LANES), "bands meet at whole
 /// A packed weight matrix.
 pub struct PackedLinear {
     spec: LinearSpec,
-    region: Region,
+    /// Shared once it is packed.
+    region: Arc<Region>,
 }
 
 impl PackedLinear {
@@ -40,7 +47,7 @@ impl PackedLinear {
         assert!(spec.leaves.iter().all(whole), "leaves of codes are whole groups");
         let bytes =
             spec.out_features.div_ceil(LANES) * LANES * spec.weight_type.packed_bytes(spec.in_features);
-        let region = arena.region(bytes, "weights")?;
+        let region = Arc::new(arena.region(bytes, "weights")?);
         Ok(Self { spec, region })
     }
 
@@ -105,9 +112,45 @@ impl PackedLinear {
         });
     }
 
+    /// The matrix's bytes; from now on it cannot be packed or filled.
+    pub(super) fn share(&self) -> PackedBytes {
+        Arc::clone(&self.region) as PackedBytes
+    }
+
+    /// Fills the matrices piece by piece, on all threads. Stops at the first piece that cannot be had.
+    pub(super) fn fill(linears: &mut [Self], pool: &ThreadPool, read: &ReadPacked<'_>) {
+        let mut pieces = Vec::new();
+        for (matrix, linear) in linears.iter_mut().enumerate() {
+            let (bytes, start) = (linear.bytes(), linear.alone().as_mut_ptr::<u8>());
+            for at in (0..bytes).step_by(PACKED_CHUNK_BYTES) {
+                // SAFETY: inside the region.
+                let target = Packed(unsafe { start.add(at) });
+                pieces.push((matrix, at, target, PACKED_CHUNK_BYTES.min(bytes - at)));
+            }
+        }
+        let failed = AtomicBool::new(false);
+        pool.run(pieces.len(), &|index, _| {
+            let (matrix, at, target, len) = &pieces[index];
+            // Relaxed: pieces read after a failure do no harm.
+            if failed.load(Ordering::Relaxed) {
+                return;
+            }
+            // SAFETY: pieces do not overlap, each belongs to one chunk of work, and the matrices are held alone.
+            let piece = unsafe { std::slice::from_raw_parts_mut(target.0, *len) };
+            if !read(*matrix, *at, piece) {
+                failed.store(true, Ordering::Relaxed);
+            }
+        });
+    }
+
     fn packer(&mut self, isa: Isa) -> Packer<'_> {
-        let packed = Packed(self.region.as_mut_ptr());
+        let packed = Packed(self.alone().as_mut_ptr());
         Packer { isa, spec: &self.spec, packed }
+    }
+
+    /// The memory, to be written. Panics when it is shared.
+    fn alone(&mut self) -> &mut Region {
+        Arc::get_mut(&mut self.region).expect("a matrix is packed before it is shared")
     }
 
     /// Copies output row `row` widened to f32 into `out` (embedding lookup).

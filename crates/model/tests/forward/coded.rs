@@ -16,13 +16,25 @@ fn config(head_dim: usize) -> ModelConfig {
     hf::parse(text.as_bytes()).unwrap()
 }
 
+/// A mixture whose experts, too, are whole groups at tp 1 to 8, or with a down projection that tp 8 would cut.
+fn mixture(inner: usize) -> ModelConfig {
+    let text = format!(
+        r#"{{"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 128, "head_dim": 32,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 256, "num_hidden_layers": 2,
+        "vocab_size": 321, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 128,
+        "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": {inner}, "norm_topk_prob": true,
+        "tie_word_embeddings": true, "torch_dtype": "bfloat16"}}"#
+    );
+    hf::parse(text.as_bytes()).unwrap()
+}
+
 fn prompts() -> Vec<Vec<u32>> {
     let prompt = |len: u32, salt: u32| (0..len).map(|i| (i * 29 + salt * 7 + 3) % 321).collect();
     vec![prompt(70, 0), prompt(1, 1), prompt(17, 2)]
 }
 
-fn logits(head_dim: usize, layout: Layout, steps: &[Vec<crate::group::Row>]) -> Logits {
-    let source = DummyWeights::new(config(head_dim), DType::Bf16, 5);
+fn logits(config: &ModelConfig, layout: Layout, steps: &[Vec<crate::group::Row>]) -> Logits {
+    let source = DummyWeights::new(config.clone(), DType::Bf16, 5);
     run_source(&source, layout, &prompts(), steps)
 }
 
@@ -30,14 +42,16 @@ fn logits(head_dim: usize, layout: Layout, steps: &[Vec<crate::group::Row>]) -> 
 fn logits_do_not_depend_on_how_they_are_computed() {
     let prompts = prompts();
     let (whole, mixed) = (one_by_one(&prompts, usize::MAX >> 1), interleaved(&prompts));
-    for (head_dim, format) in [
-        (32, QuantizeFormat::Q8_0),
-        (32, QuantizeFormat::Q4_0),
-        (32, QuantizeFormat::Q4K),
-        (16, QuantizeFormat::Q8_0),
+    for (config, format) in [
+        (config(32), QuantizeFormat::Q8_0),
+        (config(32), QuantizeFormat::Q4_0),
+        (config(32), QuantizeFormat::Q4K),
+        (config(16), QuantizeFormat::Q8_0),
+        (mixture(256), QuantizeFormat::Q4K),
+        (mixture(128), QuantizeFormat::Q8_0),
     ] {
         let base = Layout { weights: WeightMode::Quantize(format), ..Layout::default() };
-        let want = logits(head_dim, base, &whole);
+        let want = logits(&config, base, &whole);
         for layout in [
             Layout { threads: 3, page_size: 3, ..base },
             Layout { tp: 2, ..base },
@@ -45,8 +59,8 @@ fn logits_do_not_depend_on_how_they_are_computed() {
             Layout { tp: 8, ..base },
         ] {
             for steps in [&whole, &mixed, &one_by_one(&prompts, 7)] {
-                let difference = first_difference(&want, &logits(head_dim, layout, steps));
-                assert!(difference.is_none(), "heads of {head_dim}, {layout:?}: {difference:?}");
+                let difference = first_difference(&want, &logits(&config, layout, steps));
+                assert!(difference.is_none(), "{config:?}, {layout:?}: {difference:?}");
             }
         }
     }
@@ -55,16 +69,18 @@ fn logits_do_not_depend_on_how_they_are_computed() {
 #[test]
 fn codes_of_8_bits_are_close_to_the_floats_they_were_made_from() {
     let whole = one_by_one(&prompts(), usize::MAX >> 1);
-    let of = |weights| logits(32, Layout { weights, ..Layout::default() }, &whole);
-    let floats: Vec<f32> = of(WeightMode::Exact).into_iter().flatten().flatten().collect();
-    let error = |format| {
-        let codes = of(WeightMode::Quantize(format)).into_iter().flatten().flatten();
-        let squares = codes.zip(&floats).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
-        (squares / floats.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>()).sqrt()
-    };
-    let errors = [QuantizeFormat::Q8_0, QuantizeFormat::Q4K, QuantizeFormat::Q4_0].map(error);
-    // Activations are rounded to 8 bits in all of them; 4 bits are 16 times as coarse.
-    assert!(errors[0] > 0.0 && errors[0] < 0.03, "{errors:?}");
-    assert!(errors[1] > 2.0 * errors[0] && errors[1] < 0.5, "{errors:?}");
-    assert!(errors[2] > 2.0 * errors[0] && errors[2] < 0.5, "{errors:?}");
+    for config in [config(32), mixture(256)] {
+        let of = |weights| logits(&config, Layout { weights, ..Layout::default() }, &whole);
+        let floats: Vec<f32> = of(WeightMode::Exact).into_iter().flatten().flatten().collect();
+        let error = |format| {
+            let codes = of(WeightMode::Quantize(format)).into_iter().flatten().flatten();
+            let squares = codes.zip(&floats).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
+            (squares / floats.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>()).sqrt()
+        };
+        let errors = [QuantizeFormat::Q8_0, QuantizeFormat::Q4K, QuantizeFormat::Q4_0].map(error);
+        // Activations are rounded to 8 bits in all of them; 4 bits are 16 times as coarse.
+        assert!(errors[0] > 0.0 && errors[0] < 0.03, "{errors:?}");
+        assert!(errors[1] > 2.0 * errors[0] && errors[1] < 0.5, "{errors:?}");
+        assert!(errors[2] > 2.0 * errors[0] && errors[2] < 0.5, "{errors:?}");
+    }
 }

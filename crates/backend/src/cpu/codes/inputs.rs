@@ -9,6 +9,7 @@ use crate::cpu::pool::ThreadPool;
 use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
 use crate::cpu::tensor::RowsIn;
 use lockstep_core::{CODE_GROUP, CodeLayout};
+use std::ops::Range;
 
 /// What the memory is for, in errors.
 const WHAT: &str = "rounded activations";
@@ -23,7 +24,7 @@ const TINY: f32 = 1e-30;
 const ROUNDER: f32 = 1.5 * (1 << 23) as f32;
 
 /// Rows whose groups lie side by side in memory, so that a kernel walks one stream.
-pub(super) const BLOCK_ROWS: usize = 8;
+pub(in crate::cpu) const BLOCK_ROWS: usize = 8;
 
 /// What kernels need of a group (or half group with a scale of its own) of a row besides its bytes.
 #[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
@@ -66,24 +67,38 @@ impl CodedInputs {
     /// [room](Self::reserve) for them.
     pub(in crate::cpu) fn fill(
         &mut self,
-        (isa, pool): (Isa, &ThreadPool),
+        team: (Isa, &ThreadPool),
         x: RowsIn<'_>,
         layout: CodeLayout,
     ) -> CodedRows<'_> {
-        let (rows, cols) = (x.data.len() / x.cols.max(1), x.cols);
+        let rows = x.data.len() / x.cols.max(1);
+        self.fill_from(team, (rows, x.cols), layout, &|row| Some(x.row(row)))
+    }
+
+    /// Rounds what `source` gives for each of so many rows: as many columns, in whole groups. Rows without a source are
+    /// there with any values.
+    pub(in crate::cpu) fn fill_from<'x>(
+        &mut self,
+        (isa, pool): (Isa, &ThreadPool),
+        (rows, cols): (usize, usize),
+        layout: CodeLayout,
+        source: &(dyn Fn(usize) -> Option<&'x [f32]> + Sync),
+    ) -> CodedRows<'_> {
         let elements = rows.next_multiple_of(BLOCK_ROWS) * cols;
         assert!(cols.is_multiple_of(CODE_GROUP), "rows of whole groups");
         assert!(elements <= self.bytes.bytes(), "room was made when the activations were");
         let (groups, scales) = (cols / CODE_GROUP, layout.scales());
         let target = Target { bytes: self.bytes.as_mut_ptr(), steps: self.steps.as_mut_ptr() };
         for_rows(pool, rows, cols, &|row| {
+            let Some(x) = source(row) else { return };
+            assert_eq!(x.len(), cols, "columns of a source");
             let (block, in_block) = (row / BLOCK_ROWS * BLOCK_ROWS, row % BLOCK_ROWS);
             let target = &target;
             // SAFETY: a row's bytes and steps are inside the memory made above, and written by one thread; the
             // row has as many groups.
             unsafe {
                 isa.run(Round {
-                    x: x.row(row).as_ptr(),
+                    x: x.as_ptr(),
                     groups,
                     scales,
                     lowest: layout.lowest(),
@@ -123,6 +138,14 @@ impl CodedRows<'_> {
     /// How many rows.
     pub(in crate::cpu) fn rows(&self) -> usize {
         self.rows
+    }
+
+    /// Some of the rows, from a multiple of [`BLOCK_ROWS`] on. Panics when there are fewer.
+    pub(in crate::cpu) fn part(&self, rows: Range<usize>) -> Self {
+        assert!(rows.start.is_multiple_of(BLOCK_ROWS) && rows.end <= self.rows, "whole blocks of these rows");
+        let groups = rows.start * self.groups;
+        let (bytes, steps) = (&self.bytes[groups * CODE_GROUP..], &self.steps[groups * self.scales..]);
+        Self { bytes, steps, rows: rows.len(), ..*self }
     }
 
     /// Group `group` of row `row`; rows of the same block follow at 32 bytes and at one step, groups at a block's

@@ -22,5 +22,5 @@ mod pack;
 mod panel;
 
 pub(super) use blocks::CodeBlocks;
-pub(super) use inputs::{CodedInputs, CodedRows};
+pub(super) use inputs::{BLOCK_ROWS, CodedInputs, CodedRows};
 pub(super) use pack::{pack_row, unpack_row};

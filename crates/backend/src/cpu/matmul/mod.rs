@@ -23,7 +23,7 @@ mod sums;
 use hints::ASKING_BLOCKS_MAX;
 pub(super) use hints::NextTiles;
 pub(super) use kernels::{Bf16, F16, F32, HINT_AHEAD_BYTES, Levels, Weight};
-pub(super) use runs::Run;
+pub(super) use runs::{Run, TREE_LEVELS};
 pub(super) use sums::{SUMS_PANEL_LEN, Sums};
 
 use super::activation::GatedRows;
@@ -37,7 +37,7 @@ use blocks::FloatBlocks;
 use kernels::{Finish, Join};
 use lockstep_core::config::Activation;
 use lockstep_core::{DType, WeightType};
-use runs::{Runs, TREE_LEVELS};
+use runs::Runs;
 use std::ops::Range;
 
 /// Rows of one register shape at most.
@@ -406,18 +406,8 @@ pub(super) fn finish<const T: usize>(
     unsafe { isa.run(finish) };
 }
 
-/// `tiles` in groups that fill the registers for shapes of `shape_rows` rows: first tile and count.
-pub(super) fn groups(
-    isa: Isa,
-    shape_rows: usize,
-    tiles: Range<usize>,
-) -> impl Iterator<Item = (usize, usize)> {
-    let count = group_tiles(isa, shape_rows);
-    tiles.clone().step_by(count).map(move |tile| (tile, count.min(tiles.end - tile)))
-}
-
 /// Tiles that fill the registers beside `shape_rows` rows.
-fn group_tiles(isa: Isa, shape_rows: usize) -> usize {
+pub(super) fn group_tiles(isa: Isa, shape_rows: usize) -> usize {
     (isa.accumulators() / shape_rows).clamp(1, GROUP_TILES_MAX)
 }
 

@@ -4,19 +4,23 @@
 //! its band, lets the experts add to them one after the other, and joins the leaves at the end. An
 //! expert's tiles are read from start to end, once for each band.
 
+use super::coded::{CODED_SCRATCH_LEN, CodedExpert};
 use super::{BAND_ROWS, CpuExperts, route::Routing};
+use crate::cpu::codes::CodedRows;
 use crate::cpu::matmul::{
-    Bf16, F16, F32, GROUP_TILES_MAX, SUMS_PANEL_LEN, Sums, Weight, finish, groups, join, rows_max,
+    Bf16, F16, F32, GROUP_TILES_MAX, SUMS_PANEL_LEN, Sums, Weight, finish, group_tiles, join, rows_max,
 };
 use crate::cpu::simd::{Isa, LANES};
 use crate::cpu::tensor::{RowsIn, RowsOut};
-use lockstep_core::DType;
 use lockstep_core::limits::K_LEAVES;
+use lockstep_core::{CodeLayout, DType, WeightType};
+use std::marker::PhantomData;
 use std::ops::Range;
 
 const SUMS_LEN: usize = K_LEAVES * BAND_ROWS * GROUP_TILES_MAX * LANES;
-/// Scratch elements of each thread: the leaves' sums of a band, and a panel.
-pub(super) const SCRATCH_LEN: usize = SUMS_LEN + SUMS_PANEL_LEN;
+/// Scratch elements of each thread: the leaves' sums of a band, and what one expert needs.
+pub(super) const SCRATCH_LEN: usize =
+    SUMS_LEN + if SUMS_PANEL_LEN > CODED_SCRATCH_LEN { SUMS_PANEL_LEN } else { CODED_SCRATCH_LEN };
 
 /// One call for the pairs of a routing.
 #[derive(Clone, Copy)]
@@ -24,47 +28,85 @@ pub(super) struct Down<'a> {
     pub isa: Isa,
     pub experts: &'a CpuExperts,
     pub routing: &'a Routing,
-    /// `places[i]` is the accumulator row of the pair `i`: its row modulo [`BAND_ROWS`].
-    pub places: &'a [u32],
-    /// Inputs of each pair, times its routing weight; the columns after them are not read.
+    /// Inputs of each slot, times its routing weight; the columns after them are not read.
     pub gated: RowsIn<'a>,
-    /// Pairs of the expert that has most.
+    /// The same rounded, where experts are codes.
+    pub codes: Option<CodedRows<'a>>,
+    /// Slots of the expert that has most.
     pub pairs_max: usize,
     pub out: RowsOut<'a>,
 }
 
+/// How one expert's pairs are added to the sums of every leaf.
+trait AddExpert {
+    /// Tiles that fill the registers for so many pairs.
+    fn group_tiles(&self, pairs: usize) -> usize;
+
+    /// Adds some slots of an expert to `sums`, `[leaf][row][T][16]` with `leaf_len` elements a leaf, for the `T`
+    /// tiles from `tile` on. `scratch` is working memory.
+    fn add<const T: usize>(
+        &self,
+        pairs: (u32, Range<usize>),
+        tile: usize,
+        sums: (&mut [f32], usize), // (sums, leaf_len)
+        scratch: &mut [f32],
+    );
+}
+
 impl Down<'_> {
-    /// The rows `rows` (a band: at most [`BAND_ROWS`], from a multiple of it on) times some tiles.
-    pub(super) fn run(&self, rows: Range<usize>, tiles: Range<usize>, scratch: &mut [f32]) {
-        match self.experts.down_spec().weight_type.as_float() {
-            DType::F32 => self.typed::<F32>(rows, tiles, scratch),
-            DType::F16 => self.typed::<F16>(rows, tiles, scratch),
-            DType::Bf16 => self.typed::<Bf16>(rows, tiles, scratch),
+    /// The rows `rows` of band `band` (at most [`BAND_ROWS`], from a multiple of it on) times some tiles.
+    pub(super) fn run(&self, band: (usize, Range<usize>), tiles: Range<usize>, scratch: &mut [f32]) {
+        match self.experts.down_spec().weight_type {
+            WeightType::Float(DType::F32) => {
+                self.walk(&Floats::<F32>(self, PhantomData), band, tiles, scratch)
+            }
+            WeightType::Float(DType::F16) => {
+                self.walk(&Floats::<F16>(self, PhantomData), band, tiles, scratch)
+            }
+            WeightType::Float(DType::Bf16) => {
+                self.walk(&Floats::<Bf16>(self, PhantomData), band, tiles, scratch)
+            }
+            WeightType::Coded(layout) => {
+                let x = self.codes.expect("invariant: whoever multiplies with codes rounds the activations");
+                self.walk(&Coded { down: self, layout, x }, band, tiles, scratch);
+            }
         }
     }
 
-    fn typed<W: Weight>(&self, rows: Range<usize>, tiles: Range<usize>, scratch: &mut [f32]) {
-        let shape_rows = self.pairs_max.min(rows.len()).min(rows_max(self.isa));
-        for (tile, group) in groups(self.isa, shape_rows, tiles) {
-            match group {
-                1 => self.group::<W, 1>(&rows, tile, scratch),
-                2 => self.group::<W, 2>(&rows, tile, scratch),
-                3 => self.group::<W, 3>(&rows, tile, scratch),
-                _ => self.group::<W, 4>(&rows, tile, scratch),
+    fn walk<E: AddExpert>(
+        &self,
+        expert: &E,
+        band: (usize, Range<usize>),
+        tiles: Range<usize>,
+        scratch: &mut [f32],
+    ) {
+        let most = expert.group_tiles(self.pairs_max.min(band.1.len()));
+        for tile in tiles.clone().step_by(most) {
+            match most.min(tiles.end - tile) {
+                1 => self.group::<E, 1>(expert, &band, tile, scratch),
+                2 => self.group::<E, 2>(expert, &band, tile, scratch),
+                3 => self.group::<E, 3>(expert, &band, tile, scratch),
+                _ => self.group::<E, 4>(expert, &band, tile, scratch),
             }
         }
     }
 
     /// All rows times `T` tiles: experts, leaves, tree.
-    fn group<W: Weight, const T: usize>(&self, rows: &Range<usize>, tile: usize, scratch: &mut [f32]) {
-        let (sums, panel) = scratch.split_at_mut(SUMS_LEN);
+    fn group<E: AddExpert, const T: usize>(
+        &self,
+        expert: &E,
+        (band, rows): &(usize, Range<usize>),
+        tile: usize,
+        scratch: &mut [f32],
+    ) {
+        let (sums, scratch) = scratch.split_at_mut(SUMS_LEN);
         let leaves = self.experts.down_spec().leaves.len() - 1;
         let len = rows.len() * T * LANES;
         sums[..leaves * len].fill(0.0);
-        for &expert in &self.routing.active {
-            let pairs = self.routing.pairs_within(expert, rows);
+        for &id in &self.routing.active {
+            let pairs = self.routing.segment(id, *band);
             if !pairs.is_empty() {
-                self.expert::<W, T>(expert, pairs, tile, sums[..leaves * len].chunks_exact_mut(len), panel);
+                expert.add::<T>((id, pairs), tile, (&mut sums[..leaves * len], len), scratch);
             }
         }
         let mut step = 1;
@@ -77,26 +119,69 @@ impl Down<'_> {
         }
         finish::<T>(self.isa, &sums[..len], tile, None, self.out.rows_from(rows.start));
     }
+}
 
-    /// Adds one expert's pairs to the sums of every leaf.
-    fn expert<'s, W: Weight, const T: usize>(
+/// Experts of floats of type `W`.
+struct Floats<'a, W>(&'a Down<'a>, PhantomData<W>);
+
+impl<W: Weight> AddExpert for Floats<'_, W> {
+    fn group_tiles(&self, pairs: usize) -> usize {
+        group_tiles(self.0.isa, pairs.min(rows_max(self.0.isa)))
+    }
+
+    fn add<const T: usize>(
         &self,
-        expert: u32,
-        pairs: Range<usize>,
+        (expert, pairs): (u32, Range<usize>),
         tile: usize,
-        leaves: impl Iterator<Item = &'s mut [f32]>,
-        panel: &mut [f32],
+        (sums, leaf_len): (&mut [f32], usize),
+        scratch: &mut [f32],
     ) {
-        let down = &self.experts.0[expert as usize].down;
-        let sums = Sums {
-            isa: self.isa,
+        let down = &self.0.experts.0[expert as usize].down;
+        let products = Sums {
+            isa: self.0.isa,
             weights: down,
-            x: self.gated,
+            x: self.0.gated,
             first: pairs.start,
-            acc_rows: &self.places[pairs],
+            acc_rows: &self.0.routing.places[pairs],
         };
-        for (ends, acc) in down.spec().leaves.windows(2).zip(leaves) {
-            sums.add::<W, T>(tile, ends[0]..ends[1], acc, panel);
+        for (ends, sums) in down.spec().leaves.windows(2).zip(sums.chunks_exact_mut(leaf_len)) {
+            products.add::<W, T>(tile, ends[0]..ends[1], sums, scratch);
+        }
+    }
+}
+
+/// Experts of codes.
+struct Coded<'a> {
+    down: &'a Down<'a>,
+    layout: CodeLayout,
+    /// Of all slots.
+    x: CodedRows<'a>,
+}
+
+impl AddExpert for Coded<'_> {
+    fn group_tiles(&self, pairs: usize) -> usize {
+        self.expert(0, 0..0).group_tiles(pairs)
+    }
+
+    fn add<const T: usize>(
+        &self,
+        (expert, pairs): (u32, Range<usize>),
+        tile: usize,
+        sums: (&mut [f32], usize),
+        scratch: &mut [f32],
+    ) {
+        self.expert(expert, pairs).add::<T>(tile, sums, scratch);
+    }
+}
+
+impl Coded<'_> {
+    fn expert(&self, expert: u32, pairs: Range<usize>) -> CodedExpert<'_> {
+        CodedExpert {
+            isa: self.down.isa,
+            weights: &self.down.experts.0[expert as usize].down,
+            layout: self.layout,
+            x: self.x.part(pairs.clone()),
+            places: &self.down.routing.places[pairs],
         }
     }
 }

@@ -10,14 +10,19 @@
 //! bits depend neither on the batch nor on threads, and a rank that holds some of the leaves computes
 //! its subtree of the same tree.
 //!
+//! Experts may be codes, each projection by itself: then a projection's inputs are rounded, and the sums of an expert and
+//! a leaf are as [`codes`](super::codes) has them; see `coded`.
+//!
 //! Tokens are taken in slabs of [`SLAB_ROWS`] so that the workspace stays bounded. Within a slab, in
 //! operations of the pool: probabilities, gate and up by (expert, range of tiles), activation, down
 //! by (band of tokens, range of tiles).
 
+mod coded;
 mod down;
 mod route;
 
 use super::activation::GatedRow;
+use super::codes::{BLOCK_ROWS, CodedInputs};
 use super::matmul::{self, Matmul, PARALLEL_OPS_MIN};
 use super::memory::Arena;
 use super::packed::PackedLinear;
@@ -29,7 +34,7 @@ use crate::{ExpertWeights, LinearSpec, MoeShape, Result};
 use down::Down;
 use lockstep_core::WeightType;
 use lockstep_core::config::Activation;
-use route::{RouterSoftmax, Routing};
+use route::{EMPTY, RouterSoftmax, Routing};
 use std::ops::Range;
 
 /// Tokens handled at a time at most.
@@ -54,9 +59,6 @@ impl CpuExperts {
         let alike =
             |e: &ExpertWeights<super::CpuBackend>| e.gate_up.spec() == gate_up && e.down.spec() == down;
         assert!(experts.iter().all(alike), "all experts of a layer have the same shape and type");
-        for spec in [gate_up, down] {
-            assert!(matches!(spec.weight_type, WeightType::Float(_)), "experts are floats");
-        }
         Self(experts)
     }
 
@@ -68,6 +70,12 @@ impl CpuExperts {
         self.0[0].down.spec()
     }
 
+    /// What segments of slots start at multiples of: whole blocks of rounded rows where there are codes.
+    fn align(&self) -> usize {
+        let coded = |spec: &LinearSpec| matches!(spec.weight_type, WeightType::Coded(_));
+        if coded(self.gate_up_spec()) || coded(self.down_spec()) { BLOCK_ROWS } else { 1 }
+    }
+
     fn gate_up(&self, expert: u32) -> &PackedLinear {
         &self.0[expert as usize].gate_up
     }
@@ -77,16 +85,15 @@ impl CpuExperts {
 pub struct CpuMoeWorkspace {
     /// `[slab, experts]`.
     probabilities: CpuTensor,
-    /// `[slab * experts_per_token, 2 * local_inner]`; the gated product replaces the gate.
+    /// `[slots, 2 * local_inner]`; the gated product replaces the gate.
     gate_up: CpuTensor,
     routing: Routing,
-    /// Row modulo [`BAND_ROWS`] of each pair.
-    places: Vec<u32>,
     shape: MoeShape,
 }
 
 impl CpuMoeWorkspace {
-    pub(super) fn new(arena: &Arena, shape: MoeShape) -> Result<Self> {
+    /// Makes room in `rounded` too.
+    pub(super) fn new(arena: &Arena, rounded: &mut CodedInputs, shape: MoeShape) -> Result<Self> {
         assert!(
             (1..=shape.num_experts).contains(&shape.experts_per_token),
             "a token takes {} of {} experts",
@@ -94,23 +101,29 @@ impl CpuMoeWorkspace {
             shape.num_experts
         );
         let slab = shape.rows_max.min(SLAB_ROWS);
-        let pairs = slab * shape.experts_per_token;
+        let slots = Self::slots(&shape);
+        rounded.reserve(slots, shape.hidden.max(shape.local_inner))?;
         Ok(Self {
             probabilities: CpuTensor::new(arena, slab, shape.num_experts)?,
-            gate_up: CpuTensor::new(arena, pairs, 2 * shape.local_inner)?,
-            routing: Routing::new(slab, shape.num_experts, shape.experts_per_token),
-            places: vec![0; pairs],
+            gate_up: CpuTensor::new(arena, slots, 2 * shape.local_inner)?,
+            routing: Routing::new(slab, BAND_ROWS, shape.num_experts, shape.experts_per_token),
             shape,
         })
+    }
+
+    fn slots(shape: &MoeShape) -> usize {
+        let slab = shape.rows_max.min(SLAB_ROWS);
+        Routing::slots(slab, BAND_ROWS, shape.num_experts, shape.experts_per_token)
     }
 
     /// Bytes of [`CpuMoeWorkspace::new`] for this shape.
     pub(super) fn bytes(shape: &MoeShape) -> usize {
         let slab = shape.rows_max.min(SLAB_ROWS);
-        // Besides the activations each pair has a choice (8 bytes), a row, a weight and a place.
-        let per_pair = 2 * shape.local_inner * size_of::<f32>() + 20;
-        slab * (shape.num_experts * size_of::<f32>() + shape.experts_per_token * per_pair)
-            + shape.num_experts * 2 * size_of::<u32>()
+        // Besides the activations each slot has a row, a place and a weight, and each pair a choice.
+        let per_slot = 2 * shape.local_inner * size_of::<f32>() + 12;
+        let per_token = shape.num_experts * size_of::<f32>() + shape.experts_per_token * 8;
+        let segments = shape.num_experts * slab.div_ceil(BAND_ROWS) * 8;
+        slab * per_token + Self::slots(shape) * per_slot + segments + shape.num_experts * size_of::<u32>()
     }
 }
 
@@ -132,8 +145,13 @@ pub(super) struct Mixture<'a> {
 }
 
 impl Mixture<'_> {
-    /// Computes the first `rows` rows.
-    pub(super) fn run(&self, pool: &ThreadPool, rows: usize, work: &mut CpuMoeWorkspace) {
+    /// Computes the first `rows` rows. `rounded` is working memory.
+    pub(super) fn run(
+        &self,
+        pool: &ThreadPool,
+        rows: usize,
+        (work, rounded): (&mut CpuMoeWorkspace, &mut CodedInputs),
+    ) {
         let (experts, hidden) = (self.experts.0.len(), self.experts.down_spec().out_features);
         assert_eq!([experts, self.logits.cols], [work.shape.num_experts; 2], "a logit for every expert");
         assert_eq!([self.x.cols, self.out.cols], [hidden; 2], "x and out have the columns of the experts");
@@ -147,9 +165,9 @@ impl Mixture<'_> {
         for from in (0..rows).step_by(SLAB_ROWS) {
             let slab = from..rows.min(from + SLAB_ROWS);
             self.route(pool, &slab, work);
-            self.gate_and_up(pool, work);
+            self.gate_and_up(pool, work, rounded);
             self.activate(pool, inner, work);
-            self.down(pool, &slab, work);
+            self.down(pool, &slab, work, rounded);
         }
     }
 
@@ -164,17 +182,24 @@ impl Mixture<'_> {
             // call alone.
             unsafe { self.isa.run(softmax) };
         });
-        work.routing.fill(work.probabilities.rows(slab.len()), slab.start, self.norm_topk_prob);
-        for (place, row) in work.places.iter_mut().zip(&work.routing.rows) {
-            *place = row % BAND_ROWS as u32;
-        }
+        let probabilities = work.probabilities.rows(slab.len());
+        work.routing.fill(probabilities, slab.start, self.norm_topk_prob, self.experts.align());
     }
 
-    /// `[pairs, 2 * inner]`: each expert's rows times its gate and up.
-    fn gate_and_up(&self, pool: &ThreadPool, work: &mut CpuMoeWorkspace) {
+    /// `[slots, 2 * inner]`: each expert's rows times its gate and up.
+    fn gate_and_up(&self, pool: &ThreadPool, work: &mut CpuMoeWorkspace, rounded: &mut CodedInputs) {
         let routing = &work.routing;
         let out = work.gate_up.view_mut(routing.len());
         let spec = self.experts.gate_up_spec();
+        let source =
+            |slot: usize| (routing.places[slot] != EMPTY).then(|| self.x.row(routing.rows[slot] as usize));
+        let codes = match spec.weight_type {
+            WeightType::Float(_) => None,
+            WeightType::Coded(layout) => {
+                let size = (routing.len(), spec.in_features);
+                Some(rounded.fill_from((self.isa, pool), size, layout, &source))
+            }
+        };
         let tiles = spec.out_features.div_ceil(LANES);
         let ops = routing.len() * spec.out_features * spec.in_features;
         let ranges = ranges(pool.threads(), ops, tiles, routing.active.len());
@@ -182,17 +207,17 @@ impl Mixture<'_> {
             // SAFETY: the scratch row of a thread is used by one chunk at a time.
             let scratch = unsafe { self.scratch.part(thread, 0, matmul::SCRATCH_LEN) };
             let (expert, range) = (routing.active[chunk / ranges], chunk % ranges);
-            let pairs = routing.pairs(expert);
+            let slots = routing.slots_of(expert);
             let product = Matmul {
                 isa: self.isa,
                 weights: self.experts.gate_up(expert),
                 x: self.x,
-                codes: None,
-                x_rows: Some(&routing.rows[pairs.clone()]),
+                codes: codes.map(|codes| codes.part(slots.clone())),
+                x_rows: codes.is_none().then(|| &routing.rows[slots.clone()]),
                 bias: None,
                 gate: None,
-                rows: pairs.len(),
-                out: out.rows_from(pairs.start),
+                rows: slots.len(),
+                out: out.rows_from(slots.start),
             };
             product.run_tiles(range * tiles / ranges..(range + 1) * tiles / ranges, scratch);
         });
@@ -200,11 +225,14 @@ impl Mixture<'_> {
 
     /// Gated product times routing weight, in place of the gate.
     fn activate(&self, pool: &ThreadPool, inner: usize, work: &mut CpuMoeWorkspace) {
-        let pairs = work.routing.len();
-        let rows = work.gate_up.view_mut(pairs);
-        for_rows(pool, pairs, inner, &|pair| {
-            // SAFETY: each pair has its own row.
-            let row = unsafe { rows.part(pair, 0, 2 * inner) };
+        let slots = work.routing.len();
+        let rows = work.gate_up.view_mut(slots);
+        for_rows(pool, slots, inner, &|slot| {
+            if work.routing.places[slot] == EMPTY {
+                return;
+            }
+            // SAFETY: each slot has its own row.
+            let row = unsafe { rows.part(slot, 0, 2 * inner) };
             let (gate, up) = row.split_at_mut(inner);
             let gate = gate.as_mut_ptr();
             let gated = GatedRow {
@@ -213,7 +241,7 @@ impl Mixture<'_> {
                 up: up.as_ptr(),
                 out: gate,
                 len: inner,
-                factor: work.routing.weights[pair],
+                factor: work.routing.weights[slot],
             };
             // SAFETY: `inner` elements of each, in place.
             unsafe { self.isa.run(gated) };
@@ -221,16 +249,32 @@ impl Mixture<'_> {
     }
 
     /// The sums of the experts into `out`.
-    fn down(&self, pool: &ThreadPool, slab: &Range<usize>, work: &CpuMoeWorkspace) {
+    fn down(
+        &self,
+        pool: &ThreadPool,
+        slab: &Range<usize>,
+        work: &CpuMoeWorkspace,
+        rounded: &mut CodedInputs,
+    ) {
         let routing = &work.routing;
         let spec = self.experts.down_spec();
+        let gated = work.gate_up.view(routing.len());
+        let source =
+            |slot: usize| (routing.places[slot] != EMPTY).then(|| &gated.row(slot)[..spec.in_features]);
+        let codes = match spec.weight_type {
+            WeightType::Float(_) => None,
+            WeightType::Coded(layout) => {
+                let size = (routing.len(), spec.in_features);
+                Some(rounded.fill_from((self.isa, pool), size, layout, &source))
+            }
+        };
         let down = Down {
             isa: self.isa,
             experts: self.experts,
             routing,
-            places: &work.places,
-            gated: work.gate_up.view(routing.len()),
-            pairs_max: routing.active.iter().map(|&e| routing.pairs(e).len()).max().unwrap_or(1),
+            gated,
+            codes,
+            pairs_max: routing.active.iter().map(|&e| routing.slots_of(e).len()).max().unwrap_or(1),
             out: self.out,
         };
         let tiles = spec.out_features.div_ceil(LANES);
@@ -240,9 +284,10 @@ impl Mixture<'_> {
         pool.run(bands * ranges, &|chunk, thread| {
             // SAFETY: the scratch row of a thread is used by one chunk at a time.
             let scratch = unsafe { self.scratch.part(thread, 0, down::SCRATCH_LEN) };
-            let (band, range) = (slab.start + chunk / ranges * BAND_ROWS, chunk % ranges);
-            let rows = band..slab.end.min(band + BAND_ROWS);
-            down.run(rows, range * tiles / ranges..(range + 1) * tiles / ranges, scratch);
+            let (band, range) = (chunk / ranges, chunk % ranges);
+            let first = slab.start + band * BAND_ROWS;
+            let rows = first..slab.end.min(first + BAND_ROWS);
+            down.run((band, rows), range * tiles / ranges..(range + 1) * tiles / ranges, scratch);
         });
     }
 }

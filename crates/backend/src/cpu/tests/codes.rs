@@ -6,6 +6,7 @@ use crate::{Backend, LinearSpec};
 use half::f16;
 use lockstep_core::shard::leaf_bounds;
 use lockstep_core::{CODE_GROUP, CodeLayout, WeightType};
+use std::ops::Range;
 
 /// One of each number of bits, with and without bases and halves.
 fn layouts() -> Vec<CodeLayout> {
@@ -18,21 +19,21 @@ fn layouts() -> Vec<CodeLayout> {
 }
 
 /// A random matrix as it comes from a file, and what it means.
-struct Matrix {
+pub(super) struct Matrix {
     spec: LinearSpec,
     layout: CodeLayout,
     staged: Vec<u8>,
 }
 
 /// Factors and codes of one group of one output.
-struct Group {
+pub(super) struct Group {
     scales: [f32; 2],
     bases: [f32; 2],
     codes: Vec<i32>,
 }
 
 impl Matrix {
-    fn random(
+    pub(super) fn random(
         random: &mut Random,
         out: usize,
         inputs: usize,
@@ -56,12 +57,27 @@ impl Matrix {
         }
     }
 
+    /// Some of its rows, and of their columns whole groups.
+    pub(super) fn part(&self, rows: &[usize], columns: Range<usize>, leaves: Vec<usize>) -> Self {
+        let spec = LinearSpec {
+            out_features: rows.len(),
+            in_features: columns.len(),
+            weight_type: self.spec.weight_type,
+            leaves,
+        };
+        let bytes = |columns: usize| self.spec.weight_type.staged_bytes(columns);
+        let columns = bytes(columns.start)..bytes(columns.end);
+        let staged =
+            rows.iter().flat_map(|row| self.staged[row * self.row_bytes()..][columns.clone()].to_vec());
+        Self { spec, layout: self.layout, staged: staged.collect() }
+    }
+
     fn row_bytes(&self) -> usize {
         self.spec.weight_type.staged_bytes(self.spec.in_features)
     }
 
     /// Packed in bands of `band` rows.
-    fn pack(&self, backend: &CpuBackend, band: usize) -> PackedLinear {
+    pub(super) fn pack(&self, backend: &CpuBackend, band: usize) -> PackedLinear {
         let mut linear = backend.linear(self.spec.clone()).unwrap();
         for (i, rows) in self.staged.chunks(band * self.row_bytes()).enumerate() {
             backend.pack_rows(&mut linear, i * band, rows);
@@ -69,7 +85,7 @@ impl Matrix {
         linear
     }
 
-    fn group(&self, output: usize, group: usize) -> Group {
+    pub(super) fn group(&self, output: usize, group: usize) -> Group {
         let bytes = &self.staged[output * self.row_bytes() + group * self.layout.staged_group_bytes()..];
         let factor = |index: usize| f16::from_le_bytes([bytes[2 * index], bytes[2 * index + 1]]).to_f32();
         let last = self.layout.scales() - 1;
@@ -114,7 +130,7 @@ impl Matrix {
     }
 
     /// What one group adds.
-    fn step(&self, group: &Group, (scale, x): &(f32, Vec<i32>), sum: &mut f32) {
+    pub(super) fn step(&self, group: &Group, (scale, x): &(f32, Vec<i32>), sum: &mut f32) {
         let half = CODE_GROUP / 2;
         let step = CODE_GROUP / self.layout.scales();
         for part in (0..CODE_GROUP).step_by(step).map(|start| start..start + step) {
@@ -130,7 +146,7 @@ impl Matrix {
 }
 
 /// A group of activations as scale and signed bytes.
-fn round(x: &[f32]) -> (f32, Vec<i32>) {
+pub(super) fn round(x: &[f32]) -> (f32, Vec<i32>) {
     let largest = x.iter().fold(0.0f32, |most, v| most.max(v.abs()));
     if largest < 1e-30 {
         return (0.0, vec![0; x.len()]);

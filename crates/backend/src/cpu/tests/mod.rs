@@ -1,6 +1,7 @@
 //! Every operation against a plain reference, on every instruction set of the machine.
 
 mod attention;
+mod coded_moe;
 mod codes;
 mod elementwise;
 mod matmul;
