@@ -191,6 +191,7 @@ pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Answer {
         "model": config.served_model_name,
         "topology": config.topology,
         "engine": together(&infos),
+        "stages": replicas::stages(&together(&infos)),
         "replicas": replicas::described(&app, &infos),
         "api": {
             "requests_open": app.engine.requests_open(),

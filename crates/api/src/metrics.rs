@@ -17,7 +17,7 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderValue, Response, header};
 use axum::middleware::Next;
 use lockstep_core::Refusal;
-use lockstep_wire::EngineInfo;
+use lockstep_wire::{EngineInfo, StageWork};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
@@ -107,6 +107,7 @@ impl Collector for Scrape {
             engine.ranks.iter().map(|r| (r.rank.to_string(), r.weight_bytes as usize)).collect();
         let weights: Vec<_> = weights.iter().map(|(rank, bytes)| (rank.as_str(), *bytes)).collect();
         gauges(&mut encoder, "rank_weight_bytes", "Weights that a rank holds.", "rank", &weights)?;
+        self.encode_stages(&mut encoder)?;
         self.encode_use(&mut encoder)?;
         self.encode_totals(&mut encoder)?;
         self.encode_processes(&mut encoder)?;
@@ -133,6 +134,35 @@ impl Scrape {
             let rank = process.rank.map(|rank| rank.to_string()).unwrap_or_default();
             let labels = [("process", &*process.name), ("role", &*process.role), ("rank", &*rank)];
             ConstGauge::new(bytes as i64).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+
+    /// What the devices of a pipeline's stages did; zeros without one.
+    fn encode_stages(&self, encoder: &mut DescriptorEncoder<'_>) -> std::fmt::Result {
+        type Value = fn(&StageWork) -> f64;
+        let families: [(&str, &str, Value); 2] = [
+            ("stage_computed_seconds", "Time in which a pipeline stage's rank computed.", |work| {
+                work.computed_us as f64 / 1e6
+            }),
+            ("stage_work_seconds", "Time in which a step of a pipeline was in flight.", |work| {
+                work.work_us as f64 / 1e6
+            }),
+        ];
+        let ranks = &self.engine.ranks;
+        for (name, help, value) in families {
+            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+            for rank in ranks {
+                let labels = [("rank", rank.rank.to_string())];
+                ConstCounter::new(value(&rank.stage_work)).encode(family.encode_family(&labels)?)?;
+            }
+        }
+        let help =
+            "Share of the time with work in which a pipeline stage's rank did not compute, since its start.";
+        let mut family = encoder.encode_descriptor("stage_bubble_ratio", help, None, MetricType::Gauge)?;
+        for rank in ranks {
+            let labels = [("rank", rank.rank.to_string())];
+            ConstGauge::new(rank.stage_work.bubble()).encode(family.encode_family(&labels)?)?;
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::http::Request;
 use lockstep_core::Refusal;
-use lockstep_wire::EngineInfo;
+use lockstep_wire::{EngineInfo, RankInfo};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
@@ -58,6 +58,20 @@ pub(crate) fn described(app: &App, infos: &[(usize, EngineInfo)]) -> Vec<Value> 
         })
     };
     app.engine.replica_status().iter().map(of).collect()
+}
+
+/// What `/server_info` says of the ranks of pipelines: how long each computed, of the time in which there was work.
+pub(crate) fn stages(engine: &EngineInfo) -> Vec<Value> {
+    let of = |rank: &RankInfo| {
+        json!({
+            "rank": rank.rank,
+            "label": rank.label,
+            "computed_seconds": rank.stage_work.computed_us as f64 / 1e6,
+            "work_seconds": rank.stage_work.work_us as f64 / 1e6,
+            "bubble": rank.stage_work.bubble(),
+        })
+    };
+    engine.ranks.iter().filter(|rank| rank.stage_work.work_us > 0).map(of).collect()
 }
 
 /// What `/health/ready` says of each replica.

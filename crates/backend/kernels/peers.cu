@@ -18,12 +18,9 @@ constexpr u32 EMPTY = 0xffffffffu;  // not a number in any type
 constexpr u32 LANES = 256;
 constexpr u32 LANE_BYTES = 16384;
 constexpr u32 PHASES = 2;
-constexpr u32 POLLS = 4096;         // between two looks at clock and host, a few milliseconds
 
 // Words of `state`, behind the turns of the lanes.
 constexpr u32 OPERATIONS = LANES, FAILED = LANES + 1;
-// Words of `report`, in the host's memory.
-constexpr u32 STOP = 0, IS_FAILED = 1, MISSING = 2, OPERATION = 3, BYTES = 4, KIND = 5, WAITED_MS = 6;
 // Values of KIND.
 constexpr u32 ONE_SHOT = 0, TWO_SHOT = 1, GATHER = 2;
 
@@ -37,28 +34,6 @@ struct Peers {
   u32 padding;
 };
 
-__device__ __forceinline__ uint4 take16(u64 at) {
-  uint4 v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-  return v;
-}
-__device__ __forceinline__ void put16(u64 at, uint4 v) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ u32 take4(const void* at) {
-  u32 v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-  return v;
-}
-__device__ __forceinline__ void put4(void* at, u32 v) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
-}
-__device__ __forceinline__ u64 nanoseconds() {
-  u64 t;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-  return t;
-}
-
 __device__ __forceinline__ bool is_empty(u32 w) { return w == EMPTY; }
 __device__ __forceinline__ bool is_empty(const uint4& v) {
   return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY;
@@ -67,22 +42,6 @@ __device__ __forceinline__ bool is_empty(const uint4& v) {
 __device__ __forceinline__ u32 sendable(u32 w) { return w == EMPTY ? 0x7fff7fffu : w; }
 __device__ __forceinline__ uint4 sendable(const uint4& v) {
   return make_uint4(sendable(v.x), sendable(v.y), sendable(v.z), sendable(v.w));
-}
-
-// Whether a wait of so long is to end without its word; the first one that does leaves the report.
-__device__ __noinline__ bool gives_up(u32* state, u32* report, u64 waited_ns, u32 limit_ms, u32 source, u32 kind, u32 bytes) {
-  const u32 waited_ms = (u32)(waited_ns / 1000000);
-  if (take4(state + FAILED) == 0 && take4(report + STOP) == 0 && waited_ms < limit_ms) return false;
-  if (atomicExch(state + FAILED, 1u) == 0) {
-    put4(report + MISSING, source);
-    put4(report + OPERATION, take4(state + OPERATIONS));
-    put4(report + BYTES, bytes);
-    put4(report + KIND, kind);
-    put4(report + WAITED_MS, waited_ms);
-    __threadfence_system();
-    put4(report + IS_FAILED, 1);
-  }
-  return true;
 }
 
 // A word of this rank's inbox, looked at once.
@@ -99,7 +58,7 @@ template <typename T> __device__ __forceinline__ T received(const Peers& peers, 
     if (polls % POLLS) continue;
     const u64 now = nanoseconds();
     if (since == 0) since = now;
-    else if (gives_up(peers.state, peers.report, now - since, peers.limit_ms, source, kind, bytes)) break;
+    else if (gives_up(Wait{peers.state + FAILED, peers.report, peers.limit_ms}, now - since, source, kind, bytes, take4(peers.state + OPERATIONS))) break;
   }
   make_empty(at, v);
   return v;

@@ -11,7 +11,7 @@
 //! * CPU results are bit-equal for a row whatever the other rows, thread count, page size,
 //!   chunking and tp size (1, 2, 4, 8) are; see `docs/architecture.md`, "Numbers".
 //!
-//! Reading order: this file, [`batch`], [`linear`], [`bands`], [`moe`], [`choice`], [`changes`], [`sampler`], then [`cpu`] and [`cuda`].
+//! Reading order: this file, [`batch`], [`linear`], [`bands`], [`moe`], [`pipeline`], [`choice`], [`changes`], [`sampler`], then [`cpu`] and [`cuda`].
 
 pub mod bands;
 pub mod batch;
@@ -21,6 +21,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod linear;
 pub mod moe;
+pub mod pipeline;
 pub mod sampler;
 
 pub use bands::Bands;
@@ -29,11 +30,14 @@ pub use changes::{LogitChanges, Penalties, SeenToken};
 pub use choice::{CHOSEN_BIT, Choice, RowChoice};
 pub use linear::LinearSpec;
 pub use moe::{ExpertWeights, MoeArgs, MoeShape};
+pub use pipeline::PipelinePlace;
 
 use lockstep_comm::collective::Collective;
+use lockstep_comm::group::ProcessGroup;
 use lockstep_core::config::{Activation, RopeFrequencies};
 use lockstep_core::{DType, PageId, TokenId};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Errors of building or running device operations.
 #[derive(Debug, thiserror::Error)]
@@ -67,7 +71,7 @@ pub enum BackendError {
 impl BackendError {
     fn no_pipeline(device: &str) -> Self {
         Self::Unsupported(format!(
-            "{device} passes no activations from one pipeline stage to the next; use --pp 1, or --device cpu"
+            "{device} has joined no pipeline, so it passes no activations on; use --pp 1"
         ))
     }
 }
@@ -236,14 +240,47 @@ pub trait Backend {
     fn embed(&mut self, table: &Self::Linear, first_id: u32, ids: &[u32], out: &mut Self::Tensor);
     /// Sums `x[..rows]` over the TP group in place. **Collective: all ranks of the TP group.**
     fn all_reduce(&mut self, collective: &dyn Collective, x: &mut Self::Tensor, rows: usize) -> Result<()>;
+    /// Makes ready to pass activations to and from the neighbours of `place`, where the device needs that; gives why it
+    /// takes a slower way than it knows, where it does.
+    /// **Collective: all ranks of the replica, after [`Self::all_reduce`] works and before the pool is sized.**
+    fn join_pipeline(&mut self, _: &mut dyn ProcessGroup, _: &PipelinePlace) -> Result<Option<String>> {
+        Ok(None)
+    }
+    /// Bytes of the device's memory that [`Self::join_pipeline`] takes on stages after the first, for streams of
+    /// `rows_max` rows of `cols` elements.
+    fn pipeline_bytes(_stages: usize, _rows_max: usize, _cols: usize, _dtype: DType) -> usize {
+        0
+    }
     /// Sends `x[..rows]` to stage `to` of a pipeline, which [receives](Self::recv) it; goes on before that stage has.
-    /// Devices that cannot refuse.
+    /// Errors before [`Self::join_pipeline`] on devices that need it.
     fn send(&mut self, _: &dyn Collective, _x: &Self::Tensor, _rows: usize, _to: usize) -> Result<()> {
         Err(BackendError::no_pipeline(&self.describe()))
     }
-    /// Waits for `x[..rows]` from stage `from` of a pipeline.
+    /// `x[..rows]` from stage `from` of a pipeline, for which the device or the caller waits.
     fn recv(&mut self, _: &dyn Collective, _x: &mut Self::Tensor, _rows: usize, _from: usize) -> Result<()> {
         Err(BackendError::no_pipeline(&self.describe()))
+    }
+    /// Whether operations run after the call that queues them has returned, so that a caller may queue a step before the
+    /// one before it has ended.
+    fn runs_behind(&self) -> bool {
+        false
+    }
+    /// What is queued from here on is a step, as far as its time counts: what it waits for is not.
+    fn begin_step(&mut self) -> Result<()> {
+        Ok(())
+    }
+    /// The step that began last is queued.
+    fn end_step(&mut self) -> Result<()> {
+        Ok(())
+    }
+    /// Whether [`Self::await_step`] would not wait.
+    fn step_has_ended(&mut self) -> bool {
+        true
+    }
+    /// Waits for the oldest step that is queued so; gives how long the device computed it, `None` where operations run when
+    /// they are called, so that the caller knows. Errors as [`Self::read`].
+    fn await_step(&mut self) -> Result<Option<Duration>> {
+        Ok(None)
     }
     /// `out = x / sqrt(mean(x²) + eps) * weight` per row.
     fn rms_norm(

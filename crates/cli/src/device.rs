@@ -50,7 +50,7 @@ pub fn on_device<T: RankTask>(
             let free = backend.free_bytes()?;
             // Nobody takes memory before all who share a GPU have asked how much is free.
             groups.replica.barrier(Patience::Idle)?;
-            let sharing = gpus.sharing(config.parallel.tp_rank, config.parallel.tp_size);
+            let sharing = gpus.sharing(config.parallel.replica_rank(), config.parallel.replica_size());
             let shared_by = if sharing > 1 { format!(", shared by {sharing} ranks") } else { String::new() };
             let config = RankConfig {
                 // Kernels compute in one type, so weights are loaded in it.

@@ -1,4 +1,4 @@
-//! `lockstep verify`: the same answers at every tp size, on every device, and at every chunking, page size, batch and
+//! `lockstep verify`: the same answers at every tp size, with every number of stages, on every device, and at every chunking, page size, batch and
 //! cache hit? Exit code 0 says yes.
 
 use crate::checkpoint;
@@ -9,7 +9,7 @@ use crate::pull;
 use crate::serve::memory;
 use lockstep_backend::cuda;
 use lockstep_core::limits::FLAG_FILE_BYTES_MAX;
-use lockstep_core::{DType, ExitCode, ModelConfig, TokenId, WeightMode, files, shard};
+use lockstep_core::{DType, ExitCode, ModelConfig, StageLayers, TokenId, Topology, WeightMode, files, shard};
 use lockstep_engine::{DeviceConfig, GpuPlan};
 use lockstep_model::{DummyWeights, WeightSource, has_codes};
 use lockstep_tokenizer::{TextModel, TextOptions};
@@ -55,9 +55,12 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
     let devices = devices(flags, mode, has_codes(&*source, mode)).map_err(&flag_error)?;
     let on_gpus = devices.iter().any(|device| matches!(device, Device::Cuda { .. }));
     let tp_sizes = tp_sizes(flags, source.config(), on_gpus)?;
-    let largest = tp_sizes.iter().copied().max().unwrap_or(1);
+    let pp_sizes = pp_sizes(flags, source.config())?;
+    let max = |sizes: &[usize]| sizes.iter().copied().max().unwrap_or(1);
+    let topology = Topology { pp_size: max(&pp_sizes), ..Topology::tensor_parallel(max(&tp_sizes)) };
+    let largest = topology.world_size();
     let kind = if on_gpus { "cuda" } else { "cpu" };
-    let gpus = match flags.gpus.device(kind, None, (largest, 1)).map_err(&flag_error)? {
+    let gpus = match flags.gpus.device(kind, None, &topology).map_err(&flag_error)? {
         DeviceConfig::Cuda { gpus, .. } => gpus,
         DeviceConfig::Cpu => GpuPlan::default(),
     };
@@ -79,6 +82,7 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
         bisect: flags.bisect,
         gpus,
         tp_sizes,
+        pp_sizes,
     };
     let verdict = compared(flags, &WholeSource(&*source), &options, notes);
     if let Err(error) = &verdict
@@ -158,6 +162,21 @@ fn check(flags: &VerifyFlags) -> anyhow::Result<()> {
         anyhow::bail!("--threads {threads} is outside 1 to {THREADS_MAX}");
     }
     Ok(())
+}
+
+/// The numbers of stages asked for, each legal and once.
+fn pp_sizes(flags: &VerifyFlags, config: &ModelConfig) -> Result<Vec<usize>> {
+    let mut sizes = Vec::new();
+    for &pp in &flags.pp {
+        let size = usize::try_from(pp).unwrap_or(0);
+        StageLayers::of_stages(config, size, None).map_err(CliError::with(ExitCode::Flags))?;
+        if sizes.contains(&size) {
+            let sentence = format!("--pp names {pp} twice; give each number once");
+            return Err(CliError::new(ExitCode::Flags, sentence));
+        }
+        sizes.push(size);
+    }
+    Ok(sizes)
 }
 
 /// The sizes asked for, each legal and once.

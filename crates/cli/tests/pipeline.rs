@@ -36,6 +36,20 @@ fn two_stages_answer_like_one_and_a_death_ends_both() {
     let layers = |rank: usize, end: &str| ranks[rank]["layers"][end].as_u64();
     assert_eq!((layers(0, "start"), layers(0, "end")), (Some(0), layers(2, "start")));
     assert!(ranks.iter().all(|rank| rank["kv_bytes"].as_u64() > Some(0)), "{info}");
+    let stages = info["stages"].as_array().cloned().unwrap_or_default();
+    let shares = |stage: &serde_json::Value| {
+        let number = |field: &str| stage[field].as_f64().unwrap_or(-1.0);
+        (number("computed_seconds"), number("work_seconds"), number("bubble"))
+    };
+    for stage in &stages {
+        let (computed, work, bubble) = shares(stage);
+        assert!(0.0 < computed && computed <= work, "{stage}");
+        assert!((bubble - (1.0 - computed / work)).abs() < 1e-6, "{stage}");
+    }
+    assert_eq!(stages.len(), 4, "{info}");
+    let metrics = String::from_utf8(server.get("/metrics").body).expect("UTF-8");
+    let samples = metrics.lines().filter(|line| line.starts_with("lockstep_stage_bubble_ratio{"));
+    assert_eq!(samples.count(), 4, "{metrics}");
     let victim = "lockstep-PP1-TP1-scheduler";
     process::signal(server.process(victim).pid, Signal::Kill);
     let exit = server.wait_exit(EXIT_LIMIT);
@@ -58,7 +72,10 @@ fn impossible_stages_are_refused_in_one_sentence() {
         (&[("--pp", "60")], format!("the model has {layers} layers; use --pp 1 to {layers}")),
         (&[("--pp", "2"), ("--pp-layers", "1,90")], format!("must add up to the model's {layers} layers")),
         (&[("--pp", "2"), ("--pp-layers", "1")], "a number above 0 for each of the 2 stages".into()),
-        (&[("--pp", "2"), ("--device", "cuda")], "--pp 2 is for --device cpu".into()),
+        (
+            &[("--pp", "2"), ("--device", "cuda"), ("--gpu-ids", "0")],
+            "--gpu-ids names 1 GPUs for 2 ranks".into(),
+        ),
     ];
     for (flags, sentence) in cases {
         let command = flags.iter().fold(command(&model, 1), |c, (flag, value)| c.flag(flag, value));

@@ -29,3 +29,80 @@ pub trait ProcessGroup: Send {
     /// Copies rank `root`'s `data` to every rank.
     fn broadcast(&mut self, data: &mut [u8], root: usize, patience: Patience) -> Result<()>;
 }
+
+/// Consecutive ranks of a larger group, as a group of their own.
+///
+/// **Collective:** all parts of the larger group call the same methods at the same time with equal sizes, each for itself: what
+/// travels, travels through all.
+pub struct PartOf<'a> {
+    whole: &'a mut dyn ProcessGroup,
+    first: usize,
+    size: usize,
+}
+
+impl<'a> PartOf<'a> {
+    /// The part of `whole` that the calling rank is in, when it is cut into parts of `size`. Panics when it cannot be.
+    pub fn of(whole: &'a mut dyn ProcessGroup, size: usize) -> Self {
+        assert!(size > 0 && whole.size().is_multiple_of(size), "{} ranks in parts of {size}", whole.size());
+        let first = whole.rank() / size * size;
+        Self { whole, first, size }
+    }
+
+    /// Its first rank's number in the larger group.
+    pub fn first(&self) -> usize {
+        self.first
+    }
+}
+
+impl ProcessGroup for PartOf<'_> {
+    fn rank(&self) -> usize {
+        self.whole.rank() - self.first
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn barrier(&mut self, patience: Patience) -> Result<()> {
+        self.whole.barrier(patience)
+    }
+
+    fn all_gather(&mut self, send: &[u8], recv: &mut [u8], patience: Patience) -> Result<()> {
+        let mut all = vec![0; send.len() * self.whole.size()];
+        self.whole.all_gather(send, &mut all, patience)?;
+        let start = self.first * send.len();
+        recv.copy_from_slice(&all[start..start + self.size * send.len()]);
+        Ok(())
+    }
+
+    fn broadcast(&mut self, data: &mut [u8], root: usize, patience: Patience) -> Result<()> {
+        let mut all = vec![0; data.len() * self.size];
+        self.all_gather(data, &mut all, patience)?;
+        data.copy_from_slice(&all[root * data.len()..][..data.len()]);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shm::{self, ShmOptions};
+
+    #[test]
+    fn parts_hear_their_own_ranks_only() {
+        let ends = shm::as_threads(4, ShmOptions::for_ranks(4), |mut group, _| {
+            let rank = group.rank() as u8;
+            let mut part = PartOf::of(&mut group, 2);
+            let mut heard = [0; 2];
+            part.barrier(Patience::Idle)?;
+            part.all_gather(&[rank], &mut heard, Patience::Idle)?;
+            let mut word = [rank];
+            part.broadcast(&mut word, 1, Patience::Idle)?;
+            Ok::<_, CollectiveError>((part.rank(), part.size(), part.first(), heard, word[0]))
+        });
+        let ends: Vec<_> = ends.unwrap().into_iter().map(|end| end.unwrap().unwrap()).collect();
+        let expected =
+            [(0, 2, 0, [0, 1], 1), (1, 2, 0, [0, 1], 1), (0, 2, 2, [2, 3], 3), (1, 2, 2, [2, 3], 3)];
+        assert_eq!(ends, expected);
+    }
+}

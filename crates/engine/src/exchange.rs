@@ -11,11 +11,11 @@ use crate::{EngineError, Result};
 use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_core::{RequestId, TokenId};
 use lockstep_scheduler::StepDigest;
-use lockstep_wire::StepLogprobs;
+use lockstep_wire::{StageWork, StepLogprobs};
 use std::time::Duration;
 
-/// Bytes each rank contributes: seven little-endian u64 (messages, stamp, prepared, digest words).
-pub const RECORD_BYTES: usize = 56;
+/// Bytes each rank contributes: nine little-endian u64 (messages, stamp, prepared, stage times, digest words).
+pub const RECORD_BYTES: usize = 72;
 
 /// What rank 0 decides for everyone (other ranks pass zeros), and what every rank reports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,6 +26,8 @@ pub struct Announcement {
     pub stamp_ms: u64,
     /// Grammars that this rank has prepared; in the answer, the least of all ranks.
     pub prepared: u64,
+    /// In a pipeline: how long this rank's device computed, of the time in which there was work; for reports.
+    pub times: StageWork,
 }
 
 /// The per-step agreement of one rank.
@@ -69,6 +71,11 @@ impl Exchange {
         }
         let primary = records.first().map_or(mine, |primary| decode(primary).0);
         Ok(Announcement { prepared, ..primary })
+    }
+
+    /// What each rank announced last of its stage's times; nothing of note before the first step.
+    pub fn stage_work(&self) -> impl Iterator<Item = StageWork> {
+        self.received.as_chunks::<RECORD_BYTES>().0.iter().map(|record| decode(record).0.times)
     }
 }
 
@@ -145,8 +152,9 @@ impl TokenSource {
 
 fn encode(announcement: Announcement, digest: &StepDigest) -> [u8; RECORD_BYTES] {
     let [step, plan, pages, tokens] = digest.to_words();
-    let Announcement { messages, stamp_ms, prepared } = announcement;
-    let words = [u64::from(messages), stamp_ms, prepared, step, plan, pages, tokens];
+    let Announcement { messages, stamp_ms, prepared, times } = announcement;
+    let StageWork { computed_us, work_us } = times;
+    let words = [u64::from(messages), stamp_ms, prepared, computed_us, work_us, step, plan, pages, tokens];
     let mut record = [0; RECORD_BYTES];
     for (slot, word) in record.as_chunks_mut::<8>().0.iter_mut().zip(words) {
         *slot = word.to_le_bytes();
@@ -159,8 +167,9 @@ fn decode(record: &[u8; RECORD_BYTES]) -> (Announcement, StepDigest) {
     for (word, bytes) in words.iter_mut().zip(record.as_chunks::<8>().0) {
         *word = u64::from_le_bytes(*bytes);
     }
-    let [messages, stamp_ms, prepared, digest @ ..] = words;
-    (Announcement { messages: messages as u32, stamp_ms, prepared }, StepDigest::from_words(digest))
+    let [messages, stamp_ms, prepared, computed_us, work_us, digest @ ..] = words;
+    let times = StageWork { computed_us, work_us };
+    (Announcement { messages: messages as u32, stamp_ms, prepared, times }, StepDigest::from_words(digest))
 }
 
 #[cfg(test)]
@@ -196,11 +205,14 @@ mod tests {
     #[test]
     fn rank_0_announces_and_a_difference_is_named() {
         let digest = StepDigest { step: 7, plan_hash: 1, page_hash: 2, token_hash: 3 };
-        let mine = Announcement { messages: 5, stamp_ms: 1 << 40, prepared: 3 };
-        let theirs = Announcement { prepared: 2, ..Announcement::default() };
+        let mine = Announcement { messages: 5, stamp_ms: 1 << 40, prepared: 3, times: StageWork::default() };
+        let times = StageWork { computed_us: 3, work_us: 1 << 33 };
+        let theirs = Announcement { prepared: 2, times, ..Announcement::default() };
         let mut group = Pair { other: encode(theirs, &digest) };
-        let agreed = Exchange::new(2).agree(&mut group, mine, &digest, Patience::Idle).unwrap();
+        let mut exchange = Exchange::new(2);
+        let agreed = exchange.agree(&mut group, mine, &digest, Patience::Idle).unwrap();
         assert_eq!(agreed, Announcement { prepared: 2, ..mine });
+        assert_eq!(exchange.stage_work().collect::<Vec<_>>(), [StageWork::default(), times]);
         let other = StepDigest { page_hash: 9, token_hash: 8, ..digest };
         group.other = encode(Announcement::default(), &other);
         let message =

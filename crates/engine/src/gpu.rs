@@ -1,14 +1,15 @@
-//! From a rank's place in its TP group to a backend on its GPU and the group's data plane.
+//! From a rank's place in its replica to a backend on its GPU and the data plane of its TP group.
 
 use crate::Result;
 use crate::start::Groups;
 use lockstep_backend::cuda::{CudaBackend, CudaOptions, PeerMode};
 use lockstep_comm::NcclCollective;
+use lockstep_comm::group::PartOf;
 use lockstep_core::{DType, Topology};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// Which GPUs the ranks of a TP group use, and how tensors move between them.
+/// Which GPUs the ranks of a replica use, and how tensors move between them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuPlan {
     /// `--gpu-ids`: the GPU of each rank; empty for those of the ranks' numbers, or the first where ranks share.
@@ -59,22 +60,26 @@ pub struct Joined {
     pub groups: Groups,
 }
 
-/// Opens the GPU of a rank and joins the other ranks. One line of rank 0 says how tensors move.
-/// **Collective: all ranks of the TP group.**
+/// Opens the GPU of a rank and joins the other ranks of its TP group. One line of each stage's first rank says how tensors
+/// move. A rank waits `patience` for those of the first stage, and once more for each stage after it.
+/// **Collective: all ranks of the replica.**
 ///
 /// Errors in one sentence when there is no such GPU, or when two ranks would be on one that may not share it.
 pub fn join(plan: &GpuPlan, dtype: DType, patience: Duration, mut groups: Groups) -> Result<Joined> {
     let (rank, ranks) = (groups.tensors.rank(), groups.tensors.size());
-    let gpu = plan.gpu_of(rank);
-    let options = CudaOptions { gpu, dtype, patience: (ranks > 1).then_some(patience) };
+    let (place, others) = (groups.replica.rank(), groups.replica.size() > 1);
+    let patience = patience * (1 + place / ranks) as u32;
+    let options = CudaOptions { gpu: plan.gpu_of(place), dtype, patience: others.then_some(patience) };
     let mut backend = CudaBackend::new(options)?;
     if ranks == 1 {
         return Ok(Joined { backend, groups });
     }
     let mode = plan.mode();
-    let refusal = backend.connect(&mut *groups.replica, mode)?;
+    let mut stage = PartOf::of(&mut *groups.replica, ranks);
+    let first = stage.first();
+    let refusal = backend.connect((&mut stage, first), mode)?;
     if mode != PeerMode::SharedGpu {
-        groups.tensors = Box::new(NcclCollective::new(groups.tensors, &mut *groups.replica)?);
+        groups.tensors = Box::new(NcclCollective::new(groups.tensors, &mut stage)?);
     }
     if rank == 0 {
         match (refusal, mode) {

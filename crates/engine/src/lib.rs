@@ -47,6 +47,7 @@ pub mod pipeline;
 pub mod rank_loop;
 mod recordings;
 pub mod runner;
+pub mod stage_times;
 pub mod start;
 mod timing;
 

@@ -13,7 +13,7 @@ use crate::rank_loop::{RankLoop, Role};
 use crate::runner::Runner;
 use crate::start::{self, Prepared};
 use lockstep_backend::Backend;
-use lockstep_wire::{Broadcast, SubmitRequest, ToScheduler};
+use lockstep_wire::{Broadcast, EngineInfo, StageWork, SubmitRequest, ToScheduler};
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
@@ -44,6 +44,8 @@ pub struct OfflineReport {
     pub failed: Option<(usize, String)>,
     /// When each step's tokens were known, since the first submission, and how many they were.
     pub steps: Vec<(Duration, usize)>,
+    /// In a pipeline: what each rank's device did meanwhile, by rank.
+    pub stages: Vec<StageWork>,
 }
 
 /// Rank 0's side of the control plane.
@@ -58,6 +60,8 @@ struct OfflinePrimary {
     sequence: u64,
     /// Of the sets so far, the running one last.
     reports: Vec<OfflineReport>,
+    /// What each rank had done when the set before ended.
+    done_before: Vec<StageWork>,
 }
 
 impl Primary for OfflinePrimary {
@@ -69,6 +73,8 @@ impl Primary for OfflinePrimary {
         if self.open > 0 {
             return Ok(());
         }
+        // What the set that has ended came to, numbered from 1.
+        into.push(ToScheduler::Info { query: self.reports.len() as u64 });
         match self.sets.pop() {
             None => into.push(ToScheduler::Shutdown),
             Some(set) => {
@@ -94,6 +100,10 @@ impl Primary for OfflinePrimary {
     }
 
     fn deliver(&mut self, out: Outgoing) -> control::Result<()> {
+        if let Outgoing::Info(info) = out {
+            self.note_stages(&info);
+            return Ok(());
+        }
         let Some(report) = self.reports.last_mut() else { return Ok(()) };
         match out {
             Outgoing::Step(tokens) => {
@@ -114,6 +124,20 @@ impl Primary for OfflinePrimary {
             | Outgoing::FlightWritten(..) => {}
         }
         Ok(())
+    }
+}
+
+impl OfflinePrimary {
+    /// `info` answers the query with the number of a set.
+    fn note_stages(&mut self, info: &EngineInfo) {
+        let done: Vec<StageWork> = info.ranks.iter().map(|rank| rank.stage_work).collect();
+        let before = self.done_before.iter().copied().chain(std::iter::repeat(StageWork::default()));
+        let since = done.iter().zip(before).map(|(now, before)| now.since(&before)).collect();
+        let set = usize::try_from(info.query).ok().and_then(|number| number.checked_sub(1));
+        if let Some(report) = set.and_then(|set| self.reports.get_mut(set)) {
+            report.stages = since;
+        }
+        self.done_before = done;
     }
 }
 
@@ -183,6 +207,7 @@ impl OfflineLink {
                 followers,
                 sequence: 0,
                 reports: Vec::new(),
+                done_before: Vec::new(),
             }),
         }
     }

@@ -3,8 +3,9 @@
 //! On a CPU a forward pass runs when it is launched. A loop that ran it would keep its rank from the next agreement
 //! until the pass is done, and agreements are of all ranks: the stages would compute one after the other. So the loop
 //! has a thread of its own here and hands its steps to the thread that has the device, which runs them in
-//! order, as a GPU does by itself. All loops agree, plan and queue up to as many steps as there are stages;
-//! each device waits for nothing but the activations that its step needs.
+//! order. All loops agree, plan and queue up to as many steps as there are stages;
+//! each device waits for nothing but the activations that its step needs. A GPU is given the next step while it computes
+//! one, so that it has no gap between them.
 //!
 //! **Invariants:** the device runs what it is given in that order and nothing else, so what the scheduler decides does not
 //! depend on when it runs; it keeps no plan once it has run. A device that fails says so in the place of its step.
@@ -13,13 +14,14 @@
 
 use crate::grammars::PreparedCount;
 use crate::runner::{ModelRunner, Runner};
+use crate::stage_times::{StageClock, StageTimes};
 use crate::{EngineError, Result};
 use lockstep_backend::Backend;
 use lockstep_core::{Grammar, PageId, RequestId, StepId, TokenId};
 use lockstep_scheduler::StepPlan;
 use lockstep_wire::{StepLogprobs, Vocabulary};
 use std::panic::resume_unwind;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
 /// What the loop asks of its device.
@@ -36,6 +38,8 @@ struct Done {
     /// None on stages that do not sample.
     tokens: Vec<TokenId>,
     logprobs: Vec<(RequestId, StepLogprobs)>,
+    /// How long the device took.
+    computed: Duration,
 }
 
 /// The loop's end of the queue to its device.
@@ -45,6 +49,7 @@ pub struct StageQueue {
     logprobs: Vec<(RequestId, StepLogprobs)>,
     /// Grammars are for the stage that samples.
     prepared: Option<PreparedCount>,
+    clock: StageClock,
 }
 
 /// Runs `body` on a thread of its own, with a queue to `runner`, which works on this one until the queue is gone.
@@ -55,85 +60,92 @@ pub(crate) fn beside<B: Backend, T: Send>(
     let (orders, inbox) = channel();
     let (outbox, done) = channel();
     let prepared = runner.prepared_count();
-    let queue = StageQueue { orders, done, logprobs: Vec::new(), prepared };
+    let queue = StageQueue { orders, done, logprobs: Vec::new(), prepared, clock: StageClock::default() };
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("loop".into()).spawn_scoped(scope, move || body(queue));
         let thread = thread.map_err(|error| {
             EngineError::Internal(format!("cannot start the thread of the loop: {error}"))
         })?;
-        let span = work(&mut runner, &inbox, &outbox);
+        work(&mut runner, &inbox, &outbox);
         // Whoever waits for a step must hear that none will come.
         drop(outbox);
-        tracing::info!("{}", span.report(runner.waited()));
         thread.join().unwrap_or_else(|panic| resume_unwind(panic))
     })
 }
 
-/// The time of a device's steps.
-#[derive(Debug, Default)]
-struct Span {
-    steps: u64,
-    /// In steps, waiting for other ranks included.
-    in_steps: Duration,
-    /// When the first one began and the last one ended.
-    ends: Option<(Instant, Instant)>,
-}
+/// Steps that a device has been given and that have not ended, where they run after they are launched.
+const STEPS_AHEAD: usize = 2;
 
-impl Span {
-    fn note(&mut self, from: Instant) {
-        let now = Instant::now();
-        self.steps += 1;
-        self.in_steps += now - from;
-        self.ends = Some((self.ends.map_or(from, |(first, _)| first), now));
-    }
-
-    /// One sentence, for the log; `waited` of the time in steps was for the stage before.
-    fn report(&self, waited: Duration) -> String {
-        let elapsed = self.ends.map_or(Duration::ZERO, |(first, last)| last - first).as_secs_f64();
-        let computed = self.in_steps.saturating_sub(waited).as_secs_f64();
-        let waits = 100.0 * (1.0 - computed / elapsed.max(f64::MIN_POSITIVE)).clamp(0.0, 1.0);
-        format!(
-            "computed {} steps in {computed:.2} s; from the first to the last took {elapsed:.2} s, of which it waited \
-             {waits:.0} %",
-            self.steps
-        )
-    }
-}
-
-/// Runs orders until there are no more, or one fails.
-fn work(runner: &mut impl Runner, orders: &Receiver<Order>, done: &Sender<Result<Done>>) -> Span {
-    let mut span = Span::default();
-    for order in orders {
-        match order {
-            Order::Launch(plan) => {
-                let from = Instant::now();
-                let ran = run(runner, &plan);
-                span.note(from);
-                let failed = ran.is_err();
+/// Runs orders until there are no more, or one fails. What failed comes in the place of its step.
+fn work(runner: &mut impl Runner, orders: &Receiver<Order>, done: &Sender<Result<Done>>) {
+    let steps_max = if runner.runs_behind() { STEPS_AHEAD } else { 1 };
+    let mut open = 0;
+    loop {
+        let order = match next(runner, orders, (open, steps_max)) {
+            Next::Order(order) => order,
+            Next::StepEnded => {
+                let ended = collected(runner);
+                let failed = ended.is_err();
+                open -= 1;
                 // A loop that has ended does not want to know.
-                if done.send(ran).is_err() || failed {
-                    break;
+                if done.send(ended).is_err() || failed {
+                    return;
                 }
+                continue;
             }
-            Order::Poison(pages) => {
-                if let Err(error) = runner.poison(&pages) {
-                    let _ = done.send(Err(error));
-                    break;
-                }
+            Next::NoMore => return,
+        };
+        let obeyed = match order {
+            Order::Launch(plan) => {
+                open += 1;
+                runner.launch(&plan)
             }
-            Order::Vocabulary(vocabulary) => runner.set_vocabulary(*vocabulary),
-            Order::Prepare(grammar) => runner.prepare_grammar(*grammar),
+            Order::Poison(pages) => runner.poison(&pages),
+            Order::Vocabulary(vocabulary) => {
+                runner.set_vocabulary(*vocabulary);
+                Ok(())
+            }
+            Order::Prepare(grammar) => {
+                runner.prepare_grammar(*grammar);
+                Ok(())
+            }
+        };
+        if let Err(error) = obeyed {
+            let _ = done.send(Err(error));
+            return;
         }
     }
-    span
 }
 
-fn run(runner: &mut impl Runner, plan: &StepPlan) -> Result<Done> {
-    runner.launch(plan)?;
+/// What there is to do.
+enum Next {
+    Order(Order),
+    /// The oldest step has ended, or will have when it is collected.
+    StepEnded,
+    NoMore,
+}
+
+/// The next thing to do, with `open` of at most `steps_max` steps on their way: orders first, so that the device has the
+/// next step when one ends.
+fn next(runner: &mut impl Runner, orders: &Receiver<Order>, (open, steps_max): (usize, usize)) -> Next {
+    if open == 0 {
+        return orders.recv().map_or(Next::NoMore, Next::Order);
+    }
+    while open < steps_max {
+        match orders.try_recv() {
+            Ok(order) => return Next::Order(order),
+            Err(TryRecvError::Empty) if !runner.step_has_ended() => std::thread::yield_now(),
+            Err(_) => break,
+        }
+    }
+    Next::StepEnded
+}
+
+fn collected(runner: &mut impl Runner) -> Result<Done> {
     let (mut tokens, mut logprobs) = (Vec::new(), Vec::new());
     let step = runner.collect(&mut tokens)?;
     runner.take_logprobs(&mut logprobs);
-    Ok(Done { step, tokens, logprobs })
+    Ok(Done { step, tokens, logprobs, computed: runner.computed() })
 }
 
 impl StageQueue {
@@ -151,6 +163,7 @@ impl StageQueue {
 
 impl Runner for StageQueue {
     fn launch(&mut self, plan: &StepPlan) -> Result<()> {
+        self.clock.launched(Instant::now());
         self.order(Order::Launch(Box::new(plan.clone())));
         Ok(())
     }
@@ -158,7 +171,8 @@ impl Runner for StageQueue {
     /// Waits for the device as long as that takes: its own waits for other ranks have an end.
     fn collect(&mut self, tokens: &mut Vec<TokenId>) -> Result<StepId> {
         let ended = |_| EngineError::Internal("the thread of the device has ended".into());
-        let Done { step, tokens: sampled, logprobs } = self.done.recv().map_err(ended)??;
+        let Done { step, tokens: sampled, logprobs, computed } = self.done.recv().map_err(ended)??;
+        self.clock.collected(Instant::now(), computed);
         *tokens = sampled;
         self.logprobs = logprobs;
         Ok(step)
@@ -166,6 +180,10 @@ impl Runner for StageQueue {
 
     fn take_logprobs(&mut self, into: &mut Vec<(RequestId, StepLogprobs)>) {
         into.append(&mut self.logprobs);
+    }
+
+    fn stage_times(&self) -> Option<StageTimes> {
+        Some(self.clock.times())
     }
 
     fn set_vocabulary(&mut self, vocabulary: Vocabulary) {
@@ -193,6 +211,7 @@ mod tests {
     use super::*;
     use lockstep_core::SamplingParams;
     use lockstep_scheduler::{Request, Scheduler, SchedulerConfig};
+    use std::collections::VecDeque;
 
     /// Says of each step that its token is the step's number; fails in step `fails`.
     #[derive(Default)]
@@ -220,7 +239,8 @@ mod tests {
     fn queue() -> (StageQueue, Receiver<Order>, Sender<Result<Done>>) {
         let (orders, inbox) = channel();
         let (outbox, done) = channel();
-        let queue = StageQueue { orders, done, logprobs: Vec::new(), prepared: None };
+        let queue =
+            StageQueue { orders, done, logprobs: Vec::new(), prepared: None, clock: StageClock::default() };
         (queue, inbox, outbox)
     }
 
@@ -247,6 +267,55 @@ mod tests {
             }
             drop(queue);
         });
+    }
+
+    /// A device whose steps end when they are collected.
+    #[derive(Default)]
+    struct Behind {
+        open: VecDeque<StepId>,
+        log: Vec<String>,
+    }
+
+    impl Runner for Behind {
+        fn launch(&mut self, plan: &StepPlan) -> Result<()> {
+            self.open.push_back(plan.step);
+            self.log.push(format!("launch {}", plan.step));
+            Ok(())
+        }
+
+        fn collect(&mut self, _: &mut Vec<TokenId>) -> Result<StepId> {
+            let step = self.open.pop_front().expect("a step is on its way");
+            self.log.push(format!("collect {step}"));
+            Ok(step)
+        }
+
+        fn runs_behind(&self) -> bool {
+            true
+        }
+
+        fn step_has_ended(&mut self) -> bool {
+            false
+        }
+
+        fn computed(&self) -> Duration {
+            Duration::from_millis(1)
+        }
+    }
+
+    #[test]
+    fn a_device_that_runs_behind_has_the_next_step_before_one_ends() {
+        let (mut queue, inbox, outbox) = queue();
+        plans(3).iter().for_each(|plan| queue.launch(plan).unwrap());
+        let StageQueue { orders, done, mut clock, .. } = queue;
+        drop(orders);
+        let mut runner = Behind::default();
+        work(&mut runner, &inbox, &outbox);
+        let log = ["launch 0", "launch 1", "collect 0", "launch 2", "collect 1", "collect 2"];
+        assert_eq!(runner.log, log);
+        drop(outbox);
+        done.iter().for_each(|done| clock.collected(Instant::now(), done.unwrap().computed));
+        let times = clock.times();
+        assert_eq!((times.steps, times.computed), (3, Duration::from_millis(3)));
     }
 
     #[test]

@@ -193,7 +193,8 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
             inbox.iter().try_for_each(|message| primary.publish(stamp_ms, message))?;
         }
         let prepared = self.runner.grammars_prepared();
-        let announced = Announcement { messages: inbox.len() as u32, stamp_ms, prepared };
+        let times = self.runner.stage_times().map(|times| times.work()).unwrap_or_default();
+        let announced = Announcement { messages: inbox.len() as u32, stamp_ms, prepared, times };
         let agreed = self.exchange.agree(&mut *self.group, announced, &self.scheduler.digest(), patience)?;
         self.enter(Activity::Messages);
         self.state.prepared = agreed.prepared;
@@ -379,8 +380,13 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
     /// The state of this replica now.
     pub fn info(&self, query: u64) -> EngineInfo {
         let counters = self.scheduler.counters();
+        let mut ranks = self.info.ranks.clone();
+        for (rank, work) in ranks.iter_mut().zip(self.exchange.stage_work()) {
+            rank.stage_work = work;
+        }
         EngineInfo {
             query,
+            ranks,
             pages_total: counters.pages_total,
             pages_free: counters.pages_free,
             pages_cached: counters.pages_cached,

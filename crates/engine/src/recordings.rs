@@ -4,7 +4,7 @@
 //! no request sees. The first step of a size is queued as usual, which prepares what a recording must find
 //! there; the second one is recorded.
 //!
-//! Steps of a pipeline with several stages are not recorded: no device that records has such.
+//! What comes from another pipeline stage and goes to one lies outside the recordings.
 
 use crate::inputs::Inputs;
 use crate::runner::Model;
@@ -29,13 +29,27 @@ impl<B: Backend> Default for Recordings<B> {
 }
 
 impl<B: Backend> Recordings<B> {
-    /// Queues the forward pass of `inputs`, padded if that makes it a recorded one.
-    /// **Collective: all ranks of the TP group.**
-    pub(crate) fn forward(&mut self, model: &mut Model<B>, inputs: &mut Inputs) -> Result<()> {
-        let recorded = inputs.decode_rows().and_then(|rows| model.backend.recorded_rows(rows));
-        let Some(rows) = recorded.filter(|rows| !self.is_off && *rows <= model.work.logits_max()) else {
-            return model.forward(inputs);
-        };
+    /// Queues the step of `inputs`: what the stage before passes on, the forward pass, padded if that makes it a recorded
+    /// one, and what the next stage gets.
+    /// **Collective: all ranks of the TP group, and of the pipeline in the same order of steps.**
+    pub(crate) fn step(&mut self, model: &mut Model<B>, inputs: &mut Inputs) -> Result<()> {
+        // Padding is each stage's own.
+        let rows = inputs.forward_input().token_ids.len();
+        model.receive(rows)?;
+        self.forward(model, inputs)?;
+        model.pass_on(rows)
+    }
+
+    /// The rows of the recording that a step of `rows` rows takes.
+    fn recorded_rows(&self, model: &Model<B>, rows: usize) -> Option<usize> {
+        let recorded = model.backend.recorded_rows(rows).filter(|_| !self.is_off)?;
+        let fits = recorded <= model.tokens_max && (recorded <= model.work.logits_max() || !model.samples());
+        fits.then_some(recorded)
+    }
+
+    fn forward(&mut self, model: &mut Model<B>, inputs: &mut Inputs) -> Result<()> {
+        let recorded = inputs.decode_rows().and_then(|rows| self.recorded_rows(model, rows));
+        let Some(rows) = recorded else { return model.forward(inputs) };
         inputs.pad(rows, model.backend.padding_page(&model.cache));
         model.backend.stage(&inputs.forward_input()).map_err(EngineError::from)?;
         if let Some(recording) = self.by_rows.get(&rows) {
@@ -90,8 +104,8 @@ impl<B: Backend> Recordings<B> {
         rows_max: usize,
         on_progress: &dyn Fn(usize, usize),
     ) -> Result<usize> {
-        let sizes = (1..=rows_max).filter_map(|rows| model.backend.recorded_rows(rows));
-        let sizes: BTreeSet<usize> = sizes.filter(|rows| *rows <= model.work.logits_max()).collect();
+        let sizes: BTreeSet<usize> =
+            (1..=rows_max).filter_map(|rows| self.recorded_rows(model, rows)).collect();
         for (done, &rows) in sizes.iter().rev().enumerate() {
             for _ in 0..2 {
                 inputs.fill_with_padding(rows, model.backend.padding_page(&model.cache));
@@ -109,21 +123,32 @@ impl<B: Backend> Model<B> {
         self.pipeline.as_ref().is_none_or(|pipeline| pipeline.rank() + 1 == pipeline.size())
     }
 
-    /// Queues a forward pass; its logits will be in the workspace, or the next stage gets what is in it.
-    /// **Collective: all ranks of the TP group, and of the pipeline in the same order of steps.**
-    pub(crate) fn forward(&mut self, inputs: &Inputs) -> Result<()> {
-        let Self { backend, collective, pipeline, decoder, cache, work, waited } = self;
-        let input = inputs.forward_input();
-        let rows = input.token_ids.len();
-        let stages = pipeline.as_deref().map(|pipeline| (pipeline, pipeline.rank()));
-        if let Some((pipeline, stage)) = stages.filter(|(_, stage)| *stage > 0) {
+    /// Queues a forward pass; its logits, or the stream for the next stage, will be in the workspace.
+    fn forward(&mut self, inputs: &Inputs) -> Result<()> {
+        let Self { backend, collective, decoder, cache, work, .. } = self;
+        decoder.forward((backend, &**collective), &inputs.forward_input(), cache, work)?;
+        Ok(())
+    }
+
+    /// Takes `rows` rows from the stage before, if there is one; the step's time counts from there on.
+    fn receive(&mut self, rows: usize) -> Result<()> {
+        let Some(pipeline) = self.pipeline.as_deref() else { return Ok(()) };
+        if let Some(before) = pipeline.rank().checked_sub(1) {
             let from = Instant::now();
-            backend.recv(pipeline, work.residual_mut(), rows, stage - 1).map_err(EngineError::from)?;
-            *waited += from.elapsed();
+            let stream = self.work.residual_mut();
+            self.backend.recv(pipeline, stream, rows, before).map_err(EngineError::from)?;
+            self.waited += from.elapsed();
         }
-        decoder.forward((&mut *backend, &**collective), &input, cache, work)?;
-        if let Some((pipeline, stage)) = stages.filter(|(pipeline, stage)| stage + 1 < pipeline.size()) {
-            backend.send(pipeline, work.residual(), rows, stage + 1).map_err(EngineError::from)?;
+        self.backend.begin_step().map_err(EngineError::from)
+    }
+
+    /// Gives `rows` rows to the next stage, if there is one.
+    fn pass_on(&mut self, rows: usize) -> Result<()> {
+        let Some(pipeline) = self.pipeline.as_deref() else { return Ok(()) };
+        let next = pipeline.rank() + 1;
+        if next < pipeline.size() {
+            let stream = self.work.residual();
+            self.backend.send(pipeline, stream, rows, next).map_err(EngineError::from)?;
         }
         Ok(())
     }

@@ -9,6 +9,7 @@ use crate::inputs::Inputs;
 use crate::logits::{Chosen, LogitsReader, changes_logits, reports_nothing};
 use crate::masks;
 use crate::recordings::Recordings;
+use crate::stage_times::StageTimes;
 use crate::{EngineError, Result};
 use lockstep_backend::{Backend, CHOSEN_BIT, RowChoice};
 use lockstep_comm::collective::Collective;
@@ -18,7 +19,7 @@ use lockstep_model::{Decoder, Workspace};
 use lockstep_scheduler::{PlanRow, StepPlan};
 use lockstep_wire::{StepLogprobs, Vocabulary};
 use std::collections::VecDeque;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// What the rank loop needs of a device. The simulator has its own.
 pub trait Runner {
@@ -28,6 +29,24 @@ pub trait Runner {
     /// Waits for the oldest launched step; its tokens replace `tokens`, one per sampling row. On a pipeline stage that does
     /// not sample they are none.
     fn collect(&mut self, tokens: &mut Vec<TokenId>) -> Result<StepId>;
+    /// Whether steps run after [`launch`](Self::launch) has returned, so that a second one may be launched before the
+    /// first has ended.
+    fn runs_behind(&self) -> bool {
+        false
+    }
+    /// Whether [`collect`](Self::collect) would not wait; asked of devices that run behind.
+    fn step_has_ended(&mut self) -> bool {
+        true
+    }
+    /// How long the device computed the step collected last, without what it waited for the stage before. Only stages of
+    /// a pipeline ask.
+    fn computed(&self) -> Duration {
+        Duration::ZERO
+    }
+    /// Where there are several stages: how long this one computed so far.
+    fn stage_times(&self) -> Option<StageTimes> {
+        None
+    }
     /// Appends the log-probabilities of the step collected last, of requests that asked for them. Only the
     /// primary's runner need have any.
     fn take_logprobs(&mut self, _into: &mut Vec<(RequestId, StepLogprobs)>) {}
@@ -63,6 +82,8 @@ pub struct ModelRunner<B: Backend> {
     spare: Vec<Chosen>,
     /// Where others see which part of a step it is at.
     mark: Option<Mark>,
+    /// Of the step collected last.
+    computed: Duration,
 }
 
 /// What a forward pass needs.
@@ -74,7 +95,8 @@ pub(crate) struct Model<B: Backend> {
     pub(crate) decoder: Decoder<B>,
     pub(crate) cache: B::KvCache,
     pub(crate) work: Workspace<B>,
-    /// Time spent waiting for the stage before.
+    pub(crate) tokens_max: usize,
+    /// Time that calls took to have what the stage before passes on: on a CPU until it was there.
     pub(crate) waited: Duration,
 }
 
@@ -92,6 +114,8 @@ pub struct RunnerParts<B: Backend> {
     pub cache: B::KvCache,
     /// Activations.
     pub work: Workspace<B>,
+    /// Tokens of the largest step.
+    pub tokens_max: usize,
     /// Tokens per page.
     pub page_size: usize,
     /// Rows of the vocabulary that exist.
@@ -110,11 +134,19 @@ struct Launched {
     is_on_device: bool,
     /// Of those, rows whose next token may depend on this one, and the numbers of their tokens.
     followed: Vec<(usize, PlanRow)>,
+    /// How long its launch took, without waiting: where operations run at once, all of it.
+    took: Duration,
 }
 
 impl Launched {
     fn without_tokens(step: StepId) -> Self {
-        Self { step, chosen: Chosen::default(), is_on_device: false, followed: Vec::new() }
+        Self {
+            step,
+            chosen: Chosen::default(),
+            is_on_device: false,
+            followed: Vec::new(),
+            took: Duration::ZERO,
+        }
     }
 
     /// Waits for the tokens, if the device has not given them yet.
@@ -132,9 +164,20 @@ impl<B: Backend> ModelRunner<B> {
     pub fn new(parts: RunnerParts<B>) -> Self {
         let shard = parts.decoder.vocab_shard();
         let logits = LogitsReader::new(shard, parts.vocab_size, parts.eos_tokens, parts.reports_logprobs);
-        let RunnerParts { backend, collective, pipeline, decoder, cache, work, page_size, .. } = parts;
+        let RunnerParts {
+            backend, collective, pipeline, decoder, cache, work, tokens_max, page_size, ..
+        } = parts;
         Self {
-            model: Model { backend, collective, pipeline, decoder, cache, work, waited: Duration::ZERO },
+            model: Model {
+                backend,
+                collective,
+                pipeline,
+                decoder,
+                cache,
+                work,
+                tokens_max,
+                waited: Duration::ZERO,
+            },
             recordings: Recordings::default(),
             logits,
             inputs: Inputs::new(page_size),
@@ -143,6 +186,7 @@ impl<B: Backend> ModelRunner<B> {
             newest: Launched::without_tokens(StepId::MAX),
             spare: Vec::new(),
             mark: None,
+            computed: Duration::ZERO,
         }
     }
 
@@ -153,9 +197,9 @@ impl<B: Backend> ModelRunner<B> {
 
     /// Gives back what was made once for all requests; pool and activations end here. For callers that run one
     /// model under several schedules.
-    pub fn into_device(self) -> (B, Decoder<B>, Box<dyn Collective>) {
-        let Model { backend, decoder, collective, .. } = self.model;
-        (backend, decoder, collective)
+    pub fn into_device(self) -> (B, Decoder<B>, Box<dyn Collective>, Option<Box<dyn Collective>>) {
+        let Model { backend, decoder, collective, pipeline, .. } = self.model;
+        (backend, decoder, collective, pipeline)
     }
 
     /// Records decode steps of up to `rows_max` rows, where the device repeats recordings, so that none of
@@ -172,11 +216,6 @@ impl<B: Backend> ModelRunner<B> {
         let recorded = self.recordings.prepare(&mut self.model, &mut self.inputs, rows_max, on_progress)?;
         self.model.backend.tune(None).map_err(EngineError::from)?;
         Ok(recorded)
-    }
-
-    /// Time spent so far waiting for what the stage before passes on.
-    pub(crate) fn waited(&self) -> Duration {
-        self.model.waited
     }
 
     /// The number of prepared grammars, for another thread; `None` on a stage that does not sample.
@@ -220,38 +259,14 @@ fn sampled(launched: &VecDeque<Launched>, newest: &Launched, step: StepId, index
 
 impl<B: Backend> Runner for ModelRunner<B> {
     fn launch(&mut self, plan: &StepPlan) -> Result<()> {
-        let (launched, newest) = (&self.launched, &self.newest);
-        self.inputs.fill(plan, |step, index| sampled(launched, newest, step, index))?;
-        if !self.model.samples() {
-            self.recordings.forward(&mut self.model, &mut self.inputs)?;
-            self.launched.push_back(Launched::without_tokens(plan.step));
-            return Ok(());
+        let (from, waited) = (Instant::now(), self.model.waited);
+        let mut launched = self.queue_step(plan)?;
+        launched.took = from.elapsed().saturating_sub(self.model.waited - waited);
+        self.launched.push_back(launched);
+        match self.model.pipeline {
+            Some(_) => self.model.backend.end_step().map_err(EngineError::from),
+            None => Ok(()),
         }
-        let is_on_device = self.device_chooses(plan);
-        // What a row changes depends on the tokens before it. Those that the device still keeps to itself are there long
-        // before this step's logits: they are taken once the forward pass is queued.
-        let is_late = self.launched.iter().any(|step| step.is_on_device)
-            && plan.rows.iter().any(|row| row.sampling.needs_history());
-        if is_late {
-            self.recordings.forward(&mut self.model, &mut self.inputs)?;
-            self.take_from_device()?;
-        }
-        let (grammars, masks) = self.logits.begin(plan);
-        std::thread::scope(|scope| {
-            masks::compute(scope, grammars, masks);
-            if is_late { Ok(()) } else { self.recordings.forward(&mut self.model, &mut self.inputs) }
-        })?;
-        let mut chosen = self.spare.pop().unwrap_or_default();
-        chosen.clear();
-        let followed = match is_on_device {
-            true => self.choose_on_device(plan)?,
-            false => {
-                self.choose_on_host(plan, &mut chosen)?;
-                Vec::new()
-            }
-        };
-        self.launched.push_back(Launched { step: plan.step, chosen, is_on_device, followed });
-        Ok(())
     }
 
     fn poison(&mut self, freed: &[PageId]) -> Result<()> {
@@ -265,12 +280,28 @@ impl<B: Backend> Runner for ModelRunner<B> {
             .pop_front()
             .ok_or_else(|| EngineError::Internal("no step is in flight, so none can be collected".into()))?;
         oldest.arrive(&mut self.model.backend, &mut self.logits)?;
+        if self.model.pipeline.is_some() {
+            self.computed =
+                self.model.backend.await_step().map_err(EngineError::from)?.unwrap_or(oldest.took);
+        }
         tokens.clear();
         tokens.extend_from_slice(&oldest.chosen.tokens);
         let step = oldest.step;
         let previous = std::mem::replace(&mut self.newest, oldest);
         self.spare.push(previous.chosen);
         Ok(step)
+    }
+
+    fn runs_behind(&self) -> bool {
+        self.model.backend.runs_behind()
+    }
+
+    fn step_has_ended(&mut self) -> bool {
+        self.model.backend.step_has_ended()
+    }
+
+    fn computed(&self) -> Duration {
+        self.computed
     }
 
     fn set_vocabulary(&mut self, vocabulary: Vocabulary) {
@@ -291,6 +322,40 @@ impl<B: Backend> Runner for ModelRunner<B> {
 }
 
 impl<B: Backend> ModelRunner<B> {
+    /// Queues the step of `plan`, choice included.
+    fn queue_step(&mut self, plan: &StepPlan) -> Result<Launched> {
+        let (launched, newest) = (&self.launched, &self.newest);
+        self.inputs.fill(plan, |step, index| sampled(launched, newest, step, index))?;
+        if !self.model.samples() {
+            self.recordings.step(&mut self.model, &mut self.inputs)?;
+            return Ok(Launched::without_tokens(plan.step));
+        }
+        let is_on_device = self.device_chooses(plan);
+        // What a row changes depends on the tokens before it. Those that the device still keeps to itself are there long
+        // before this step's logits: they are taken once the forward pass is queued.
+        let is_late = self.launched.iter().any(|step| step.is_on_device)
+            && plan.rows.iter().any(|row| row.sampling.needs_history());
+        if is_late {
+            self.recordings.step(&mut self.model, &mut self.inputs)?;
+            self.take_from_device()?;
+        }
+        let (grammars, masks) = self.logits.begin(plan);
+        std::thread::scope(|scope| {
+            masks::compute(scope, grammars, masks);
+            if is_late { Ok(()) } else { self.recordings.step(&mut self.model, &mut self.inputs) }
+        })?;
+        let mut chosen = self.spare.pop().unwrap_or_default();
+        chosen.clear();
+        let followed = match is_on_device {
+            true => self.choose_on_device(plan)?,
+            false => {
+                self.choose_on_host(plan, &mut chosen)?;
+                Vec::new()
+            }
+        };
+        Ok(Launched { chosen, is_on_device, followed, ..Launched::without_tokens(plan.step) })
+    }
+
     /// Waits for the tokens of all steps in flight that the device chose.
     fn take_from_device(&mut self) -> Result<()> {
         let Self { launched, model, logits, .. } = self;

@@ -4,7 +4,7 @@
 //! the wait has no deadline, because the launcher watches every process for death and aborts the
 //! group through its shared memory.
 
-use crate::config::RankConfig;
+use crate::config::{DeviceConfig, RankConfig};
 use crate::control::{Follower, Primary};
 use crate::exchange::TokenSource;
 use crate::flight::{self, FlightError};
@@ -14,7 +14,7 @@ use crate::pipeline;
 use crate::rank_loop::{LoopSettings, RankLoop, Role};
 use crate::runner::{ModelRunner, Runner, RunnerParts};
 use crate::{EngineError, Result};
-use lockstep_backend::{Backend, KvLayout};
+use lockstep_backend::{Backend, KvLayout, PipelinePlace};
 use lockstep_comm::collective::Collective;
 use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_comm::link::Context;
@@ -26,7 +26,7 @@ use lockstep_model::{
 };
 use lockstep_scheduler::{CachePolicy, QueueOrder, Scheduler, SchedulerConfig, StepOrder};
 use lockstep_weights::ModelFiles;
-use lockstep_wire::{EngineInfo, RankInfo, Ready, Role as WireRole, ToApi};
+use lockstep_wire::{EngineInfo, RankInfo, Ready, Role as WireRole, StageWork, ToApi};
 use std::time::{Duration, Instant};
 
 /// How long the last results may take to leave after a shutdown.
@@ -80,8 +80,9 @@ pub fn prepare<B: Backend>(
     let model = source.config().clone();
     let context_wanted = config.batching.context_max.unwrap_or(model.max_position).min(model.max_position);
     let device = backend.describe();
-    let loaded = load(config, backend, &*source, context_wanted, on_progress)?;
+    let mut loaded = load(config, backend, &*source, context_wanted, on_progress)?;
     drop(source);
+    let slower = loaded.join_pipeline(config, &mut *groups.replica, model.hidden_size)?;
     tracing::info!(
         "loaded {} MiB of weights in {:.2} s; {} MiB were expected, and {} MiB is the most that was resident",
         loaded.weight_bytes >> 20,
@@ -106,6 +107,7 @@ pub fn prepare<B: Backend>(
         weight_bytes: loaded.weight_bytes as u64,
         kv_bytes: layout.pool_bytes() as u64,
         resident_bytes_max: resident_bytes_max(),
+        stage_work: StageWork::default(),
     };
     let info = EngineInfo {
         context_max: scheduler.context_max(),
@@ -113,7 +115,7 @@ pub fn prepare<B: Backend>(
         pages_total: num_pages,
         pages_free: num_pages,
         ranks: gather_ranks(&mut *groups.replica, &rank)?,
-        notes: warning.into_iter().collect(),
+        notes: warning.into_iter().chain(slower).collect(),
         ..EngineInfo::default()
     };
     let mut runner =
@@ -151,6 +153,8 @@ struct Loaded<B: Backend> {
     backend: B,
     decoder: Decoder<B>,
     work: Workspace<B>,
+    /// Tokens of the largest step.
+    tokens_max: usize,
     weight_bytes: usize,
     /// What the shard rules said before loading.
     expected: Committed,
@@ -174,7 +178,11 @@ fn load<B: Backend>(
     let tokens_max = limits.step_tokens_max();
     shard::check_tp_size(model, parallel.tp_size as i64).map_err(ModelError::from)?;
     let sizes = (tokens_max, rows_max);
-    let expected = Committed::of_stage::<B>(source, (parallel, stage), config.weights, sizes);
+    let mut expected = Committed::of_stage::<B>(source, (parallel, stage), config.weights, sizes);
+    if !stage.embeds() {
+        let (hidden, dtype) = (model.hidden_size, backend.kv_dtype());
+        expected.workspace_bytes += B::pipeline_bytes(parallel.pp_size, tokens_max, hidden, dtype);
+    }
     memory::check_before_loading(&memory::allowance(config, &parallel.label()), expected)?;
     let loader = Loader::new(source, &backend, parallel, config.weights, on_progress).of_stage(stage);
     let decoder = Decoder::load(&loader, context_max)?;
@@ -185,10 +193,41 @@ fn load<B: Backend>(
         tracing::warn!("{report}");
     }
     let work = Workspace::new(&backend, model, parallel, tokens_max, rows_max)?;
-    Ok(Loaded { decoder, work, weight_bytes, expected, backend })
+    Ok(Loaded { decoder, work, tokens_max, weight_bytes, expected, backend })
 }
 
 impl<B: Backend> Loaded<B> {
+    /// Joins the neighbouring stages, if there are any; gives a sentence if activations take a slower way than the device
+    /// knows. **Collective: all ranks of the replica.**
+    fn join_pipeline(
+        &mut self,
+        config: &RankConfig,
+        replica: &mut dyn ProcessGroup,
+        hidden_size: usize,
+    ) -> Result<Option<String>> {
+        let p = config.parallel;
+        if p.pp_size == 1 {
+            return Ok(None);
+        }
+        let place = PipelinePlace {
+            rank: p.replica_rank(),
+            stage_size: p.tp_size,
+            stages: p.pp_size,
+            rows_max: self.tokens_max,
+            cols: hidden_size,
+            patience: config.stage_patience(p.pp_rank),
+            shares_gpus: matches!(&config.device, DeviceConfig::Cuda { gpus, .. } if gpus.share_gpu),
+        };
+        let reason = self.backend.join_pipeline(replica, &place).map_err(ModelError::from)?;
+        let slower = reason.map(|reason| {
+            format!("activations go from stage to stage through the host's memory, which is slow: {reason}")
+        });
+        if let Some(sentence) = slower.as_ref().filter(|_| p.is_primary()) {
+            tracing::warn!("{sentence}");
+        }
+        Ok(slower)
+    }
+
     fn into_runner(
         self,
         config: &RankConfig,
@@ -204,6 +243,7 @@ impl<B: Backend> Loaded<B> {
             decoder: self.decoder,
             cache,
             work: self.work,
+            tokens_max: self.tokens_max,
             page_size: layout.page_size,
             vocab_size,
             eos_tokens: config.eos_tokens.clone(),

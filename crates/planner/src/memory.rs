@@ -1,9 +1,12 @@
 //! What one rank will hold, computed as the server computes it.
 
-use crate::device::{Device, GIB};
+use crate::device::{Device, DeviceKind, GIB};
 use crate::pipeline::Part;
 use crate::{Facts, Workload};
+use lockstep_backend::Backend;
 use lockstep_backend::cpu::CpuBackend;
+use lockstep_backend::cuda::CudaBackend;
+use lockstep_core::DType;
 use lockstep_core::shard::HeadShard;
 use lockstep_model::rules::ModelRules;
 use lockstep_model::{ShardBytes, Workspace};
@@ -40,6 +43,21 @@ pub struct RankMemory {
     pub concurrency_max: u64,
 }
 
+/// What ranks sum through, and what a stage before leaves for this one.
+fn communication_bytes(
+    facts: &Facts<'_>,
+    device: &Device,
+    workload: &Workload,
+    Part { p, stage }: Part,
+) -> u64 {
+    let joint = if p.replica_size() > 1 { (device.communication_gib * GIB) as u64 } else { 0 };
+    if device.kind == DeviceKind::Cpu || stage.embeds() {
+        return joint;
+    }
+    let (rows, hidden) = (workload.chunk + workload.concurrency, facts.config.hidden_size);
+    joint + CudaBackend::pipeline_bytes(p.pp_size, rows, hidden, DType::Bf16) as u64
+}
+
 impl RankMemory {
     /// The memory of the rank that has this part. Panics when the tp size is illegal.
     pub fn new(facts: &Facts<'_>, device: &Device, workload: &Workload, Part { p, stage }: Part) -> Self {
@@ -64,7 +82,7 @@ impl RankMemory {
             driver_bytes: gib(device.driver_gib),
             workspace_bytes: gib(device.workspace_gib),
             graph_bytes: gib(device.graphs_gib),
-            communication_bytes: if p.replica_size() > 1 { gib(device.communication_gib) } else { 0 },
+            communication_bytes: communication_bytes(facts, device, workload, Part { p, stage }),
             kv_bytes_per_token,
             pages: 0,
             kv_replicas: heads.kv_replicas,

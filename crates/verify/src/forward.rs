@@ -5,6 +5,7 @@ use crate::place::Form;
 use crate::{Result, VerifyError};
 use lockstep_backend::{AttentionBatch, AttentionRow, Backend, ForwardInput};
 use lockstep_comm::collective::Collective;
+use lockstep_comm::group::Patience;
 use lockstep_core::{ParallelInfo, TokenId};
 use lockstep_model::{Observer, Workspace};
 use std::sync::Arc;
@@ -75,6 +76,19 @@ pub struct Unsound {
 }
 
 impl Unsound {
+    /// As numbers that a stage can tell another.
+    fn encode(found: &Option<Self>) -> [f32; 6] {
+        let Some(Self { layer, prompt, position, element, value }) = found else { return [0.0; 6] };
+        let layer = layer.map_or(-1.0, |layer| layer as f32);
+        [1.0, layer, *prompt as f32, *position as f32, *element as f32, *value]
+    }
+
+    fn decode([is_there, layer, prompt, position, element, value]: [f32; 6]) -> Option<Self> {
+        let layer = (layer >= 0.0).then_some(layer as usize);
+        let (prompt, position, element) = (prompt as usize, position as usize, element as usize);
+        (is_there > 0.0).then_some(Self { layer, prompt, position, element, value })
+    }
+
     /// For people.
     pub fn words(&self) -> String {
         let Self { prompt, position, element, value, .. } = self;
@@ -128,7 +142,7 @@ struct Memory<B: Backend> {
 }
 
 impl Forward {
-    /// The logits, gathered over the vocabulary. **Collective: all ranks of the group.**
+    /// The logits, gathered over the vocabulary, on the last stage. **Collective: all ranks.**
     pub fn logits_on<B: Backend>(&self, rank: &mut Rank<B>) -> Result<Logits> {
         let mut memory = self.memory(rank)?;
         let mut logits: Logits = vec![Vec::new(); self.sequences.len()];
@@ -144,16 +158,17 @@ impl Forward {
     }
 
     /// Every sequence whole and alone; the first value that is no number, of all streams by layer and then of the logits.
-    /// Equal on all ranks. **Collective.**
+    /// The last stage knows of all of them. **Collective.**
     pub fn unsound_on<B: Backend>(&self, rank: &mut Rank<B>) -> Result<Option<Unsound>> {
         let mut memory = self.memory(rank)?;
-        let width = rank.config.hidden_size;
+        let (width, first_layer) = (rank.config.hidden_size, rank.stage.first);
         let (mut of_streams, mut of_logits) = (None::<Unsound>, None);
         for prompt in 0..self.sequences.len() {
             let count = self.sequences[prompt].len();
             let mut failed = None;
             let row = Row { sequence: prompt, start: 0, count };
-            let mut look = |layer: usize, backend: &mut B, stream: &B::Tensor| {
+            let mut look = |of_stage: usize, backend: &mut B, stream: &B::Tensor| {
+                let layer = first_layer + of_stage;
                 if of_streams.as_ref().is_some_and(|first| first.layer <= Some(layer)) {
                     return;
                 }
@@ -179,10 +194,19 @@ impl Forward {
                 return Err(error.into());
             }
         }
-        Ok(of_streams.or(of_logits))
+        let mine = Unsound::encode(&of_streams.or(of_logits));
+        // What a stage before has found comes first.
+        let mut found = mine;
+        relay(rank.loaded()?.pipeline.as_deref(), mine.len(), |before| {
+            if before.first().is_some_and(|is_there| *is_there > 0.0) {
+                found.copy_from_slice(before);
+            }
+            found.to_vec()
+        })?;
+        Ok(Unsound::decode(found))
     }
 
-    /// Every sequence whole and alone; the residual streams, equal on all ranks. **Collective.**
+    /// Every sequence whole and alone; the residual streams, those of all layers on the last stage. **Collective.**
     pub fn layers_on<B: Backend>(&self, rank: &mut Rank<B>) -> Result<Layers> {
         let mut memory = self.memory(rank)?;
         let mut layers = vec![Vec::new(); self.sequences.len()];
@@ -203,6 +227,15 @@ impl Forward {
             if let Some(error) = failed {
                 return Err(error.into());
             }
+            let len = count * width;
+            let of_stages_before = (rank.stage.first + 1) * len;
+            relay(rank.loaded()?.pipeline.as_deref(), of_stages_before, |before| {
+                // The first stream of a stage is the last one of the stage before.
+                let own = if before.is_empty() { 0 } else { 1 };
+                let before = before.chunks_exact(len).map(<[f32]>::to_vec);
+                *kept = before.chain(kept.drain(..).skip(own)).collect();
+                kept.concat()
+            })?;
         }
         Ok(layers)
     }
@@ -275,7 +308,7 @@ impl Forward {
         left < self.tail || left.is_multiple_of(stride)
     }
 
-    /// One step; `(sequence, position, logits)` of the kept positions. **Collective.**
+    /// One step; `(sequence, position, logits)` of the kept positions, none on stages before the last. **Collective.**
     fn step<B: Backend>(
         &self,
         rank: &mut Rank<B>,
@@ -313,10 +346,13 @@ impl Forward {
             logit_tokens: &wanted,
         };
         let (parallel, vocab_size) = (rank.parallel, rank.config.vocab_size);
-        let Loaded { backend, decoder, collective } = rank.loaded()?;
+        let Loaded { backend, decoder, replica, collective, pipeline } = rank.loaded()?;
         let Memory { work, cache, .. } = memory;
+        let stages = pipeline.as_deref();
         // Before it is recorded, too, a step runs once: nothing may be made while it is.
+        receive(stages, backend, work, tokens.len())?;
         decoder.forward_observed((&mut *backend, &**collective), &input, cache, work, observe)?;
+        pass_on(stages, backend, work, tokens.len())?;
         if self.schedule.form == Form::Recorded {
             backend.stage(&input)?;
             let recording = backend.record(|backend| {
@@ -329,16 +365,69 @@ impl Forward {
                 recording.ok_or_else(|| VerifyError::Invalid("this device records no steps".into()))?;
             // Ranks that are threads on one GPU: none may still prepare when another's kernels wait for it.
             collective.all_reduce_f32(&mut [0.0])?;
+            // What came from the stage before is used up.
+            receive(stages, backend, work, tokens.len())?;
             if !backend.replay(&recording)? {
                 return Err(VerifyError::Invalid("a recording was out of date at once".into()));
             }
+            pass_on(stages, backend, work, tokens.len())?;
             // The recording ends here, so its step has to.
-            backend.read(work.logits(), 0)?;
+            backend.read(work.residual(), 0)?;
+        }
+        if stages.is_some() {
+            // No stage is ahead of the others by more than a step.
+            backend.read(work.residual(), 0)?;
+            replica.barrier(Patience::Idle)?;
+        }
+        if stages.is_some_and(|stages| stages.rank() + 1 < stages.size()) {
+            return Ok(Vec::new());
         }
         let local = backend.read(work.logits(), wanted.len())?.into_owned();
         let width = decoder.vocab_shard().padded.len();
         let joined = Joined { parallel, collective: &**collective, width, vocab_size };
         joined.rows(&local, &kept)
+    }
+}
+
+/// Hands numbers from stage to stage: `join` gets the `count` that the stage before gave, none on the first, and gives those
+/// for the next. **Collective: all ranks.**
+fn relay(stages: Option<&dyn Collective>, count: usize, join: impl FnOnce(&[f32]) -> Vec<f32>) -> Result<()> {
+    let Some(stages) = stages else { return Ok(()) };
+    let mut before = Vec::new();
+    if let Some(stage) = stages.rank().checked_sub(1) {
+        before.resize(count, 0.0);
+        stages.recv_f32(&mut before, stage)?;
+    }
+    let joined = join(&before);
+    match stages.rank() + 1 {
+        next if next < stages.size() => Ok(stages.send_f32(&joined, next)?),
+        _ => Ok(()),
+    }
+}
+
+/// Takes `rows` rows of the residual stream from the stage before, if there is one.
+fn receive<B: Backend>(
+    stages: Option<&dyn Collective>,
+    backend: &mut B,
+    work: &mut Workspace<B>,
+    rows: usize,
+) -> Result<()> {
+    match stages.and_then(|stages| Some((stages, stages.rank().checked_sub(1)?))) {
+        Some((stages, before)) => Ok(backend.recv(stages, work.residual_mut(), rows, before)?),
+        None => Ok(()),
+    }
+}
+
+/// Gives them to the next stage, if there is one.
+fn pass_on<B: Backend>(
+    stages: Option<&dyn Collective>,
+    backend: &mut B,
+    work: &Workspace<B>,
+    rows: usize,
+) -> Result<()> {
+    match stages.filter(|stages| stages.rank() + 1 < stages.size()) {
+        Some(stages) => Ok(backend.send(stages, work.residual(), rows, stages.rank() + 1)?),
+        None => Ok(()),
     }
 }
 

@@ -6,10 +6,13 @@ use crate::VerifyError;
 use crate::group::{Loaded, Rank, Sizes};
 use crate::place::Form;
 use lockstep_backend::Backend;
+use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_core::{RequestId, SamplingParams, TokenId};
+use lockstep_engine::exchange::{StepShape, TokenSource};
 use lockstep_engine::runner::{ModelRunner, Runner, RunnerParts};
 use lockstep_scheduler::{CachePolicy, Event, Request, Scheduler, SchedulerConfig, StepPlan};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// How requests meet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,28 +55,31 @@ pub struct Greedy {
 /// Tokens in a page.
 const PAGE_SIZE: usize = 16;
 /// Prefill tokens of a step: small enough that longer prompts are chunked.
-const CHUNK: usize = 64;
+pub(crate) const CHUNK: usize = 64;
 
 impl Greedy {
     /// The tokens after each prompt. **Collective: all ranks of the group.**
     pub fn texts_on<B: Backend>(&self, rank: &mut Rank<B>) -> Result<Vec<Vec<TokenId>>> {
-        let config = self.scheduler_config();
+        let config = SchedulerConfig { stages: rank.parallel.pp_size, ..self.scheduler_config() };
+        let tokens_max = config.step_tokens_max();
         let (work, cache) = rank.memory(Sizes {
-            tokens_max: config.step_tokens_max(),
+            tokens_max,
             logits_max: config.step_rows_max(),
             page_size: PAGE_SIZE,
             num_pages: config.num_pages,
         })?;
         let vocab_size = rank.config.vocab_size;
-        let Loaded { backend, decoder, collective } = rank.take()?;
+        let (stages, steps_max) = (rank.parallel.pp_size, rank.steps_max);
+        let Loaded { backend, decoder, mut replica, collective, pipeline } = rank.take()?;
         let mut runner = ModelRunner::new(RunnerParts {
             vocab_size,
             backend,
             collective,
-            pipeline: None,
+            pipeline,
             decoder,
             cache,
             work,
+            tokens_max,
             page_size: PAGE_SIZE,
             eos_tokens: Vec::new(),
             reports_logprobs: false,
@@ -82,9 +88,12 @@ impl Greedy {
             Form::Eager => runner.set_recording(false),
             Form::Recorded => runner.set_recording(true),
         }
-        let texts = self.generate(&mut Scheduler::new(config), &mut runner)?;
-        let (backend, decoder, collective) = runner.into_device();
-        rank.put_back(Loaded { backend, decoder, collective });
+        let source =
+            TokenSource { rank: rank.parallel.topology().sampler(), patience: Duration::from_secs(60) };
+        let told = (stages > 1).then_some((source, &mut *replica));
+        let texts = self.generate(&mut Scheduler::new(config), &mut runner, (steps_max, told))?;
+        let (backend, decoder, collective, pipeline) = runner.into_device();
+        rank.put_back(Loaded { backend, decoder, replica, collective, pipeline });
         Ok(texts)
     }
 
@@ -120,7 +129,12 @@ impl Greedy {
         }
     }
 
-    fn generate<R: Runner>(&self, scheduler: &mut Scheduler, runner: &mut R) -> Result<Vec<Vec<TokenId>>> {
+    fn generate<R: Runner>(
+        &self,
+        scheduler: &mut Scheduler,
+        runner: &mut R,
+        (steps_max, mut told): (usize, Option<Told<'_>>),
+    ) -> Result<Vec<Vec<TokenId>>> {
         let mut texts = vec![Vec::new(); self.prompts.len()];
         let mut id = 0;
         for round in self.rounds() {
@@ -137,7 +151,7 @@ impl Greedy {
                 texts[prompt].clear();
                 id += 1;
             }
-            run_dry(scheduler, runner, |request, token| {
+            run_dry(scheduler, runner, (steps_max, told.as_mut()), |request, token| {
                 texts[round[(request.0 - first) as usize]].push(token);
             })?;
         }
@@ -145,19 +159,40 @@ impl Greedy {
     }
 }
 
-/// Steps until no request is left. **Collective: all ranks, same scheduler.**
+/// In a pipeline: who tells all ranks what was sampled, and through what.
+type Told<'a> = (TokenSource, &'a mut (dyn ProcessGroup + 'static));
+
+/// Steps until no request is left, with up to `steps_max` of them in flight. **Collective: all
+/// ranks, same scheduler.**
 fn run_dry<R: Runner>(
     scheduler: &mut Scheduler,
     runner: &mut R,
+    (steps_max, mut told): (usize, Option<&mut Told<'_>>),
     mut take: impl FnMut(RequestId, TokenId),
 ) -> Result<()> {
     let (mut plan, mut tokens, mut events) = (StepPlan::new(), Vec::new(), Vec::new());
-    while scheduler.has_work() {
-        if !scheduler.plan_into(&mut plan) {
+    let mut in_flight = 0;
+    while scheduler.has_work() || in_flight > 0 {
+        let planned = scheduler.plan_into(&mut plan);
+        if planned {
+            runner.launch(&plan)?;
+            in_flight += 1;
+        }
+        if in_flight == 0 {
             return Err(VerifyError::Invalid("the scheduler has requests and plans no step".into()));
         }
-        runner.launch(&plan)?;
+        if planned && in_flight < steps_max {
+            continue;
+        }
         let step = runner.collect(&mut tokens)?;
+        in_flight -= 1;
+        if let Some((source, replica)) = told.as_deref_mut() {
+            let sampled = scheduler.in_flight().next().map_or(0, |(_, tokens)| tokens);
+            let shape = StepShape { tokens: sampled, has_logprobs: false };
+            source.share(*replica, shape, &mut tokens, &mut Vec::new())?;
+            // A step that samples nothing has ended everywhere, too.
+            replica.barrier(Patience::Idle)?;
+        }
         scheduler.complete(step, &tokens);
         scheduler.take_events(&mut events);
         for event in events.drain(..) {

@@ -1,4 +1,4 @@
-//! `lockstep verify`: are the answers the same at every tp size, on every device, and however a prompt comes through?
+//! `lockstep verify`: are the answers the same at every tp size, with every number of pipeline stages, on every device, and however a prompt comes through?
 //!
 //! | file | holds |
 //! |---|---|
@@ -33,7 +33,7 @@ pub use session::verify;
 pub use subject::{Subject, WholeSource};
 
 use lockstep_backend::cuda::{CudaBackend, CudaOptions};
-use lockstep_core::{ExitCode, ParallelInfo, TokenId};
+use lockstep_core::{ExitCode, TokenId};
 use lockstep_engine::{EngineError, GpuPlan};
 use lockstep_model::ModelError;
 use serde::Serialize;
@@ -83,10 +83,12 @@ pub type Result<T> = std::result::Result<T, VerifyError>;
 /// What to verify.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Devices; the first, at the first tp size, is the reference of the others.
+    /// Devices; the first, at the first tp size and the first number of stages, is the reference of the others.
     pub devices: Vec<Device>,
     /// Tp sizes on each device.
     pub tp_sizes: Vec<usize>,
+    /// Numbers of pipeline stages at each tp size.
+    pub pp_sizes: Vec<usize>,
     /// Prompts, each of at least one token.
     pub prompts: Vec<Vec<TokenId>>,
     /// Greedy tokens after each prompt.
@@ -121,19 +123,14 @@ impl Report {
     }
 }
 
-/// Errors with one sentence unless this machine has the last GPU of `tp` ranks, and it computes in the type of `device`;
+/// Errors with one sentence unless this machine has the last GPU of `ranks` ranks, and it computes in the type of `device`;
 /// nothing is asked of a CPU.
-pub fn check_device(device: Device, gpus: &GpuPlan, tp: usize) -> Result<()> {
+pub fn check_device(device: Device, gpus: &GpuPlan, ranks: usize) -> Result<()> {
     match device {
         Device::Cpu { .. } => Ok(()),
         Device::Cuda { dtype } => {
-            CudaBackend::new(CudaOptions { gpu: gpus.gpu_of(tp - 1), dtype, patience: None })?;
+            CudaBackend::new(CudaOptions { gpu: gpus.gpu_of(ranks - 1), dtype, patience: None })?;
             Ok(())
         }
     }
-}
-
-/// The rank at `rank` of a tp group.
-fn parallel(rank: usize, tp: usize) -> ParallelInfo {
-    ParallelInfo::tensor_parallel(rank, tp)
 }

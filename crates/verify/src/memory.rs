@@ -5,13 +5,14 @@
 //! are those that a server asks ([`lockstep_engine::memory`]).
 
 use crate::forward;
+use crate::greedy;
 use crate::place::{Device, Place};
-use crate::{Options, Result, Subject, parallel};
+use crate::{Options, Result, Subject, VerifyError};
 use lockstep_backend::cpu::CpuBackend;
 use lockstep_backend::cuda::CudaBackend;
 use lockstep_backend::{Backend, KvLayout};
 use lockstep_core::shard::{self, HeadShard};
-use lockstep_core::{DType, ModelConfig, ParallelInfo, WeightMode};
+use lockstep_core::{DType, ModelConfig, ParallelInfo, StageLayers, WeightMode};
 use lockstep_engine::memory::{Allowance, Committed, check_before_loading};
 use lockstep_model::WeightSource;
 
@@ -51,12 +52,17 @@ impl RunSizes {
         }
     }
 
+    /// Tokens of the largest step.
+    pub fn tokens_max(&self) -> usize {
+        self.tokens.max(greedy::CHUNK + self.prompts)
+    }
+
     /// What the rank at `p` holds beside its weights and activations: the pages of the largest pool, and its copies of
     /// what is compared.
-    fn kept_bytes(self, config: &ModelConfig, p: ParallelInfo, kv: DType) -> usize {
+    fn kept_bytes(self, config: &ModelConfig, (p, stage): (ParallelInfo, StageLayers), kv: DType) -> usize {
         let heads = HeadShard::new(config.num_heads, config.num_kv_heads, p.tp_rank, p.tp_size);
         let layout = KvLayout {
-            local_layers: config.num_layers,
+            local_layers: stage.count(),
             local_kv_heads: heads.kv_heads.len(),
             head_dim: config.head_dim,
             page_size: 1,
@@ -69,18 +75,18 @@ impl RunSizes {
         // Gathered, and sorted into sequences.
         let results = 2 * logits + if self.layers { streams } else { 0 };
         // Those of the reference and of this place's first run, once for all ranks.
-        let compared = if p.tp_rank == 0 { results } else { 0 };
+        let compared = if p.is_sampler() { results } else { 0 };
         layout.pool_bytes() + results + compared
     }
 
     fn expected<B: Backend>(
         self,
         source: &dyn WeightSource,
-        p: ParallelInfo,
+        (p, stage): (ParallelInfo, StageLayers),
         (weights, kv): (WeightMode, DType),
     ) -> Committed {
-        let committed = Committed::expected::<B>(source, p, weights, (self.tokens, self.rows));
-        Committed { kept_bytes: self.kept_bytes(source.config(), p, kv), ..committed }
+        let committed = Committed::of_stage::<B>(source, (p, stage), weights, (self.tokens, self.rows));
+        Committed { kept_bytes: self.kept_bytes(source.config(), (p, stage), kv), ..committed }
     }
 }
 
@@ -89,28 +95,39 @@ pub fn check(subject: &dyn Subject, options: &Options, places: &[Place]) -> Resu
     let sizes = RunSizes::of(options);
     for place in places {
         let Device::Cpu { weights, .. } = place.device else { continue };
-        let ranks = || (0..place.tp).map(|rank| parallel(rank, place.tp));
+        let ranks = || place.topology().places();
         // A size that the model cannot be cut into is the finding of that place.
         if ranks().any(|p| shard::check_tp_size(subject.source(p).config(), place.tp as i64).is_err()) {
             continue;
         }
-        let of_rank = |p| sizes.expected::<CpuBackend>(subject.source(p), p, (weights, DType::F32));
-        let expected = ranks().map(of_rank).fold(Committed::default(), Committed::and);
+        let of_rank = |p: ParallelInfo| {
+            let source = subject.source(p);
+            let stage = stage_of(source, p)?;
+            Ok(sizes.expected::<CpuBackend>(source, (p, stage), (weights, DType::F32)))
+        };
+        let expected = ranks().map(of_rank).collect::<Result<Vec<_>>>()?;
+        let expected = expected.into_iter().fold(Committed::default(), Committed::and);
         let who = format!("the ranks of {}", place.words());
         check_before_loading(&allowance(&who, options.memory_bytes, &options.memory_origin), expected)?;
     }
     Ok(())
 }
 
-/// The same for one rank on its GPU, which `sharing` ranks take, when `free_bytes` of it are free.
+/// The layers of the rank at `p`. Errors when there are more stages than layers.
+pub fn stage_of(source: &dyn WeightSource, p: ParallelInfo) -> Result<StageLayers> {
+    let stages = StageLayers::of_stages(source.config(), p.pp_size, None);
+    Ok(stages.map_err(|error| VerifyError::Invalid(error.to_string()))?[p.pp_rank])
+}
+
+/// [`check`] for one rank on its GPU, which `sharing` ranks take, when `free_bytes` of it are free.
 pub fn check_gpu(
     source: &dyn WeightSource,
-    p: ParallelInfo,
+    (p, stage): (ParallelInfo, StageLayers),
     dtype: DType,
     sizes: RunSizes,
     (free_bytes, sharing): (usize, usize),
 ) -> Result<()> {
-    let expected = sizes.expected::<CudaBackend>(source, p, (WeightMode::Cast(dtype), dtype));
+    let expected = sizes.expected::<CudaBackend>(source, (p, stage), (WeightMode::Cast(dtype), dtype));
     // Results are kept in this machine's memory.
     let expected = Committed { kept_bytes: 0, ..expected };
     let bytes = (free_bytes as f64 * MEMORY_RATIO / sharing as f64) as usize;

@@ -5,7 +5,7 @@
 //! the depth of the model and not from what was measured (`docs/verifying.md`, "Bounds").
 
 use lockstep_core::limits::K_LEAVES;
-use lockstep_core::{DType, ModelConfig, WeightMode};
+use lockstep_core::{DType, ModelConfig, Topology, WeightMode};
 use serde::Serialize;
 
 /// What ranks compute on.
@@ -80,22 +80,31 @@ impl Form {
     }
 }
 
-/// A device and the number of ranks on it.
+/// A device and how its ranks share a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// What ranks compute on.
     pub device: Device,
-    /// Ranks.
+    /// Ranks of a pipeline stage.
     pub tp: usize,
+    /// Pipeline stages.
+    pub pp: usize,
 }
 
 impl Place {
     /// For people.
     pub fn words(self) -> String {
-        format!("{} tp {}", self.device.words(), self.tp)
+        let stages = if self.pp > 1 { format!(" pp {}", self.pp) } else { String::new() };
+        format!("{} tp {}{stages}", self.device.words(), self.tp)
     }
 
-    /// What a run at `self` and one at `other` must have in common, schedules apart.
+    /// Its ranks.
+    pub fn topology(self) -> Topology {
+        Topology { pp_size: self.pp, ..Topology::tensor_parallel(self.tp) }
+    }
+
+    /// What a run at `self` and one at `other` must have in common, schedules apart. Stages change nothing: each goes on
+    /// with exactly the values that the one before had.
     pub fn promise(self, other: Self, config: &ModelConfig) -> Promise {
         let tree = |place: Self| K_LEAVES.is_multiple_of(place.tp);
         match (self.device, other.device) {
@@ -231,7 +240,7 @@ mod tests {
     fn cpu_ranks_owe_bits_where_their_sums_are_one_tree() {
         let config = model(2, 64);
         let bits = |a: (Device, usize), b: (Device, usize)| {
-            let place = |(device, tp)| Place { device, tp };
+            let place = |(device, tp)| Place { device, tp, pp: 1 };
             place(a).promise(place(b), &config) == Promise::BitEqual
         };
         assert!(bits((CPU, 1), (CPU, 8)) && bits((CPU, 3), (CPU, 3)));

@@ -18,10 +18,11 @@ const CHUNK: usize = 7;
 ///
 /// Errors when nothing can be compared: no prompts, too little memory, or a reference that does not run.
 pub fn verify(subject: &dyn Subject, options: &Options, progress: &dyn Fn(&str)) -> Result<Report> {
-    let on = |&device: &Device| options.tp_sizes.iter().map(move |&tp| Place { device, tp });
+    let at = |device: Device, tp: usize| options.pp_sizes.iter().map(move |&pp| Place { device, tp, pp });
+    let on = |&device: &Device| options.tp_sizes.iter().flat_map(move |&tp| at(device, tp));
     let places: Vec<Place> = options.devices.iter().flat_map(on).collect();
     let &[reference, ref others @ ..] = places.as_slice() else {
-        return Err(VerifyError::Invalid("no device and tp size to verify".into()));
+        return Err(VerifyError::Invalid("no device, tp size and number of stages to verify".into()));
     };
     if options.prompts.iter().any(Vec::is_empty) || options.prompts.is_empty() {
         return Err(VerifyError::Invalid("verify needs prompts of at least one token each".into()));

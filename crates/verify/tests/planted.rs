@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)] // tests may unwrap
 
 use lockstep_core::shard::HeadShard;
-use lockstep_core::{DType, ModelConfig, ParallelInfo, WeightMode};
+use lockstep_core::{DType, ModelConfig, ParallelInfo, Topology, WeightMode};
 use lockstep_model::{Result, WeightSource};
 use lockstep_testkit::{Fixture, TempDir};
 use lockstep_verify::{Comparison, Device, Options, Report, Subject, WholeSource, report, verify};
@@ -20,7 +20,7 @@ struct Planted<'a> {
 
 impl Subject for Planted<'_> {
     fn source(&self, p: ParallelInfo) -> &dyn WeightSource {
-        if p.tp_size == 1 { self.truth } else { &self.lies[p.tp_rank] }
+        if p.replica_size() == 1 { self.truth } else { &self.lies[p.replica_rank()] }
     }
 }
 
@@ -160,6 +160,7 @@ fn options(fixture: &Fixture, tp_sizes: &[usize]) -> Options {
     Options {
         gpus: Default::default(),
         devices: vec![Device::Cpu { weights: WeightMode::AsStored, coded: false }],
+        pp_sizes: vec![1],
         tp_sizes: tp_sizes.to_vec(),
         prompts: vec![prompt.clone(), long, vec![5]],
         tokens: 6,
@@ -178,6 +179,11 @@ fn open(name: &str) -> (TempDir, Fixture, ModelFiles) {
 
 /// The report on a fixture whose tp 2 ranks are lied to.
 fn planted(name: &str, fault: Fault) -> Report {
+    planted_at(name, fault, Topology::tensor_parallel(2))
+}
+
+/// The report on a fixture whose ranks at `topology` are lied to.
+fn planted_at(name: &str, fault: Fault, topology: Topology) -> Report {
     let (_temp, fixture, files) = open(name);
     let lie = |rank| {
         let mut config = files.config().clone();
@@ -187,10 +193,13 @@ fn planted(name: &str, fault: Fault) -> Report {
             Fault::WindowIgnored => config.sliding_window = None,
             _ => {}
         }
-        Lie { truth: &files, config, fault, p: ParallelInfo::tensor_parallel(rank, 2) }
+        Lie { truth: &files, config, fault, p: topology.place(rank) }
     };
-    let subject = Planted { truth: &files, lies: (0..2).map(lie).collect() };
-    verify(&subject, &options(&fixture, &[1, 2]), &|_| ()).unwrap()
+    let subject = Planted { truth: &files, lies: (0..topology.world_size()).map(lie).collect() };
+    let sizes = |size| if size == 1 { vec![1] } else { vec![1, size] };
+    let options = options(&fixture, &sizes(topology.tp_size));
+    let options = Options { pp_sizes: sizes(topology.pp_size), ..options };
+    verify(&subject, &options, &|_| ()).unwrap()
 }
 
 /// The comparison of tp 2's logits with tp 1's.
@@ -222,6 +231,43 @@ fn sound_models_of_every_kind_pass() {
         // Two per further size, then 4 schedules and 3 variants at the first and at the last.
         assert_eq!(found.comparisons.len(), 2 * (tp_sizes.len() - 1) + 14, "{}", report::render(&found));
     }
+}
+
+#[test]
+fn sound_models_pass_in_stages() {
+    for name in ["rand_llama", "rand_qwen3_moe", "rand_gemma3", "rand_mistral_window"] {
+        let (_temp, fixture, files) = open(name);
+        let options = Options { pp_sizes: vec![1, 2], ..options(&fixture, &[1, 2]) };
+        let found = verify(&WholeSource(&files), &options, &|_| ()).unwrap();
+        assert!(found.passed(), "{name}\n{}", report::render(&found));
+        assert!(found.comparisons.iter().all(|c| c.max_error == 0.0), "{}", report::render(&found));
+        // Four places, with schedules and variants at the first and at the last.
+        assert_eq!(found.comparisons.len(), 2 * 3 + 14, "{}", report::render(&found));
+        let last = &found.comparisons.last().unwrap().what;
+        assert!(last.contains("cpu tp 2 pp 2"), "{last}");
+    }
+    let (_temp, fixture, files) = open("rand_llama");
+    let many = Options { pp_sizes: vec![1, 60], ..options(&fixture, &[1]) };
+    let error = verify(&WholeSource(&files), &many, &|_| ()).unwrap_err().to_string();
+    assert!(error.contains("--pp 60 stages cannot have a layer each"), "{error}");
+}
+
+#[test]
+fn faults_of_one_stage_are_found_with_their_layer() {
+    let two_stages = Topology { pp_size: 2, ..Topology::tensor_parallel(1) };
+    for (fault, first) in [
+        (Fault::WrongColumns, "layer 0"),
+        (Fault::PartialSumLost, "layer 1"),
+        (Fault::VocabularyInReverse, "the head"),
+    ] {
+        let found = planted_at("rand_llama", fault, two_stages);
+        let logits = found.comparisons.iter().find(|c| c.what == "cpu tp 1 pp 2 against cpu tp 1").unwrap();
+        assert!(!logits.passed, "{fault:?} was not found:\n{}", report::render(&found));
+        assert!(found.first_layers[0].contains(first), "{fault:?}: {:?}", found.first_layers);
+    }
+    let found = planted_at("rand_llama", Fault::NoNumber, two_stages);
+    let errors: Vec<&str> = found.comparisons.iter().filter_map(|c| c.error.as_deref()).collect();
+    assert!(errors.len() == 1 && errors[0].starts_with("NaN first after layer 1: prompt 0"), "{errors:?}");
 }
 
 #[test]

@@ -21,8 +21,8 @@ mod token_bytes;
 
 pub use codec::{WireError, decode, encode};
 pub use to_api::{
-    Delta, Echo, EngineInfo, EngineTotals, RankInfo, Ready, Role, TextAnswer, TextLogprobs, Timing, ToApi,
-    TokenText, Tokenized, Usage,
+    Delta, Echo, EngineInfo, EngineTotals, RankInfo, Ready, Role, StageWork, TextAnswer, TextLogprobs,
+    Timing, ToApi, TokenText, Tokenized, Usage,
 };
 pub use to_detokenizer::{Begin, StepLogprobs, ToDetokenizer, TokenLogprobs, TokenOut};
 pub use to_ranks::Broadcast;

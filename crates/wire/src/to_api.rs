@@ -273,4 +273,33 @@ pub struct RankInfo {
     pub kv_bytes: u64,
     /// Peak resident memory of the process in bytes, after loading.
     pub resident_bytes_max: u64,
+    /// In a pipeline: what its device did so far.
+    pub stage_work: StageWork,
+}
+
+/// How long the device of a pipeline stage's rank computed, of the time in which its replica had work; both only grow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageWork {
+    /// Microseconds in which it computed, without what it waited for the stage before.
+    pub computed_us: u64,
+    /// Microseconds in which a step was in flight. 0 without a pipeline.
+    pub work_us: u64,
+}
+
+impl StageWork {
+    /// The share of the time with work in which the device did not compute; 0 before there was any.
+    pub fn bubble(&self) -> f64 {
+        match self.work_us {
+            0 => 0.0,
+            work => (1.0 - self.computed_us as f64 / work as f64).clamp(0.0, 1.0),
+        }
+    }
+
+    /// What was done since `before`.
+    pub fn since(&self, before: &Self) -> Self {
+        Self {
+            computed_us: self.computed_us.saturating_sub(before.computed_us),
+            work_us: self.work_us.saturating_sub(before.work_us),
+        }
+    }
 }

@@ -36,6 +36,8 @@ pub(super) enum Source {
     Experts,
     /// `peers.cu` for so many ranks.
     Peers(usize),
+    /// `stages.cu`, which moves bytes of any type.
+    Stages,
     /// `sample.cu`; logits are f32 whatever the type.
     Sample,
     /// `attention_token.cu` for heads of at most so many elements.
@@ -60,6 +62,7 @@ impl Source {
             Self::Moe => "moe".into(),
             Self::Experts => "experts".into(),
             Self::Peers(ranks) => format!("peers_{ranks}"),
+            Self::Stages => "stages".into(),
             Self::Sample => "sample".into(),
             Self::AttentionToken(dim) => format!("attention_token_{dim}"),
             Self::AttentionDecode(dim) => format!("attention_decode_{dim}"),
@@ -73,6 +76,7 @@ impl Source {
         let attention = include_str!("../../kernels/attention.cuh");
         let mma = include_str!("../../kernels/mma.cuh");
         let ring = include_str!("../../kernels/ring.cuh");
+        let waits = include_str!("../../kernels/waits.cuh");
         let parts: &[&str] = match self {
             Self::Pointwise => &[include_str!("../../kernels/pointwise.cu")],
             Self::Norm => &[include_str!("../../kernels/norm.cu")],
@@ -81,7 +85,8 @@ impl Source {
             Self::Skinny => &[mma, include_str!("../../kernels/skinny.cu")],
             Self::Moe => &[include_str!("../../kernels/moe.cu")],
             Self::Experts => &[mma, ring, include_str!("../../kernels/experts.cu")],
-            Self::Peers(_) => &[include_str!("../../kernels/peers.cu")],
+            Self::Peers(_) => &[waits, include_str!("../../kernels/peers.cu")],
+            Self::Stages => &[waits, include_str!("../../kernels/stages.cu")],
             Self::Sample => &[include_str!("../../kernels/sample.cu")],
             Self::AttentionToken(_) => &[attention, include_str!("../../kernels/attention_token.cu")],
             Self::AttentionDecode(_) => &[attention, mma, include_str!("../../kernels/attention_decode.cu")],

@@ -4,7 +4,7 @@
 //! and one stream on which everything is queued in call order. What fails after start-up is kept
 //! ([`Device::keep`]) and reported by the next operation that can return an error.
 
-use super::driver::{self, Driver, Handle};
+use super::driver::{self, Address, Driver, Handle};
 use super::peers::Report;
 use super::survey::Gpu;
 use crate::{BackendError, Result};
@@ -145,6 +145,13 @@ impl Device {
         self.wait_until(|| unsafe { (self.api.event_query)(event.handle) })
     }
 
+    /// Whether [`Device::wait_for`] would not wait.
+    pub fn has_reached(&self, event: &Event) -> bool {
+        // SAFETY: the event lives as long as its borrow.
+        let code = unsafe { (self.api.event_query)(event.handle) };
+        code != NOT_READY || self.report.get().and_then(Report::failure).is_some()
+    }
+
     fn wait_until(&self, query: impl Fn() -> c_int) -> Result<()> {
         self.report()?;
         let started = Instant::now();
@@ -185,6 +192,16 @@ impl Device {
     pub fn watch(&self, report: Report) {
         let is_first = self.report.set(report).is_ok();
         assert!(is_first, "a device joins one group of ranks");
+    }
+
+    /// Whether waits look at a report.
+    pub fn is_watched(&self) -> bool {
+        self.report.get().is_some()
+    }
+
+    /// Where kernels find the report that waits look at.
+    pub fn report_address(&self) -> Option<Address> {
+        self.report.get().map(Report::address)
     }
 
     /// Ranks of this group are threads that use one context: whatever waits for a context may wait for kernels that

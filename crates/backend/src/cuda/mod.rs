@@ -14,7 +14,7 @@
 //! * An operation that cannot return an error keeps it; the next one that can reports it.
 //!
 //! Reading order: `driver`, `device`, `memory`, `compile`, `launch`, `tensor`, `gemm`, `few_rows`, `products`, `attention`, `ring`, `moe`,
-//! `peers`, `reduce`, `sample`, `choose`, `recording`; [`selftest`] compares with the CPU, `bench` times sums over ranks.
+//! `peers`, `reduce`, `stages`, `step_times`, `sample`, `choose`, `recording`; [`selftest`] compares with the CPU, `bench` times sums over ranks.
 
 mod attention;
 mod bench;
@@ -36,6 +36,8 @@ mod ring;
 mod sample;
 pub mod selftest;
 pub mod speed;
+mod stages;
+mod step_times;
 pub mod survey;
 mod tensor;
 
@@ -49,7 +51,7 @@ pub use tensor::{CudaLinear, CudaRopeTable, CudaTensor, CudaVector};
 
 use crate::{
     Attention, Backend, BackendError, Choice, ExpertWeights, ForwardInput, KvLayout, LinearSpec, MoeArgs,
-    MoeShape, ReduceAddNorm, Result, RopeAndStore, RowChoice,
+    MoeShape, PipelinePlace, ReduceAddNorm, Result, RopeAndStore, RowChoice,
 };
 use attention::AttentionStep;
 use choose::Chooser;
@@ -58,15 +60,18 @@ use device::Device;
 use driver::Address;
 use launch::{Args, Grid, Kernel, Module};
 use lockstep_comm::collective::Collective;
+use lockstep_comm::group::ProcessGroup;
 use lockstep_core::config::{Activation, RopeFrequencies};
 use lockstep_core::{DType, PageId, TokenId};
 use memory::{List, Staging};
 use peers::{DataPlane, Peers};
 use products::Products;
+use stages::Stages;
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
+use step_times::StepTimes;
 
 /// Widest row that the norm kernels hold: 1024 threads of two parts of 8.
 const NORM_COLS_MAX: usize = 16_384;
@@ -94,6 +99,9 @@ pub struct CudaBackend {
     chooser: Chooser,
     /// The other ranks' memory, where they lend it.
     peers: Option<Box<Peers>>,
+    /// The stages before and after, where there are any.
+    stages: Option<Stages>,
+    step_times: StepTimes,
 }
 
 /// What every model needs.
@@ -152,6 +160,8 @@ impl CudaBackend {
             attention: AttentionStep::new(&device)?,
             lists: StepLists::default(),
             peers: None,
+            stages: None,
+            step_times: StepTimes::default(),
             device,
         })
     }
@@ -295,6 +305,62 @@ impl Backend for CudaBackend {
 
     fn all_reduce(&mut self, collective: &dyn Collective, x: &mut CudaTensor, rows: usize) -> Result<()> {
         self.reduce(collective, x, rows)
+    }
+
+    fn join_pipeline(
+        &mut self,
+        replica: &mut dyn ProcessGroup,
+        place: &PipelinePlace,
+    ) -> Result<Option<String>> {
+        let (stages, refusal) = Stages::connect(&self.device, self.dtype, replica, place)?;
+        self.stages = Some(stages);
+        Ok(refusal)
+    }
+
+    fn pipeline_bytes(stages: usize, rows_max: usize, cols: usize, dtype: DType) -> usize {
+        Stages::inbox_bytes(stages, rows_max, cols, dtype)
+    }
+
+    fn send(&mut self, pipeline: &dyn Collective, x: &CudaTensor, rows: usize, to: usize) -> Result<()> {
+        let stream = (x.rows(rows, x.cols, self.dtype), x.bytes(rows));
+        let stages = self.stages.as_mut().ok_or_else(|| BackendError::no_pipeline("this rank"))?;
+        // SAFETY: the tensor holds as many bytes.
+        unsafe { stages.send(self.staging.get_mut(), pipeline, stream, to)? };
+        self.device.report()
+    }
+
+    fn recv(
+        &mut self,
+        pipeline: &dyn Collective,
+        x: &mut CudaTensor,
+        rows: usize,
+        from: usize,
+    ) -> Result<()> {
+        let stream = (x.rows(rows, x.cols, self.dtype), x.bytes(rows));
+        let stages = self.stages.as_mut().ok_or_else(|| BackendError::no_pipeline("this rank"))?;
+        // SAFETY: the tensor holds as many bytes.
+        unsafe { stages.recv(self.staging.get_mut(), pipeline, stream, from)? };
+        self.device.report()
+    }
+
+    fn runs_behind(&self) -> bool {
+        true
+    }
+
+    fn begin_step(&mut self) -> Result<()> {
+        self.step_times.begin(&self.device)
+    }
+
+    fn end_step(&mut self) -> Result<()> {
+        self.step_times.end()
+    }
+
+    fn step_has_ended(&mut self) -> bool {
+        self.step_times.has_ended(&self.device)
+    }
+
+    fn await_step(&mut self) -> Result<Option<Duration>> {
+        self.step_times.wait(&self.device)
     }
 
     fn rms_norm(&mut self, x: &CudaTensor, weight: &CudaVector, eps: f32, rows: usize, out: &mut CudaTensor) {

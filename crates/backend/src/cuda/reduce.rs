@@ -10,10 +10,14 @@ use lockstep_comm::group::ProcessGroup;
 
 impl CudaBackend {
     /// Joins the other ranks' GPUs, so that they write to each other's memory. Gives why they do not where NCCL has
-    /// to do everything; errors where the ranks cannot work together at all.
+    /// to do everything; `first` is the replica's number of the group's first rank. Errors where the ranks cannot work together at all.
     /// **Collective: all ranks of the TP group, after they have made their backends and before anything else.**
-    pub fn connect(&mut self, group: &mut dyn ProcessGroup, mode: PeerMode) -> Result<Option<String>> {
-        match Peers::connect(&self.device, self.dtype, group, mode)? {
+    pub fn connect(
+        &mut self,
+        (group, first): (&mut dyn ProcessGroup, usize),
+        mode: PeerMode,
+    ) -> Result<Option<String>> {
+        match Peers::connect(&self.device, self.dtype, (group, first), mode)? {
             Connected::Yes(peers) => {
                 self.peers = Some(peers);
                 Ok(None)

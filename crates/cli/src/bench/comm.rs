@@ -8,7 +8,7 @@ use crate::output::say_line;
 use lockstep_backend::cuda::{Sample, SumSize};
 use lockstep_comm::NcclCollective;
 use lockstep_comm::shm::{self, ShmOptions};
-use lockstep_core::{DType, ExitCode};
+use lockstep_core::{DType, ExitCode, Topology};
 use lockstep_engine::gpu::{self, GpuPlan, Joined};
 use lockstep_engine::start::Groups;
 use lockstep_engine::{DeviceConfig, EngineError};
@@ -84,7 +84,7 @@ fn checked(flags: &CommFlags) -> anyhow::Result<(GpuPlan, DType)> {
         anyhow::bail!("--hidden {hidden} is no multiple of 8, which the kernels take");
     }
     let dtype = DtypeFlag { dtype: flags.dtype.clone() }.convert()?.unwrap_or(DType::Bf16);
-    match flags.gpus.device(&flags.device, None, (flags.tp, 1))? {
+    match flags.gpus.device(&flags.device, None, &Topology::tensor_parallel(flags.tp))? {
         DeviceConfig::Cuda { gpus, .. } => Ok((gpus, dtype)),
         DeviceConfig::Cpu => anyhow::bail!(
             "--device {} has its collectives measured by `lockstep bench hw`; use cuda here",

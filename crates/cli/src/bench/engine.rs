@@ -17,7 +17,7 @@ use lockstep_core::{ExitCode, ModelConfig, ParallelInfo, RequestId, SamplingPara
 use lockstep_engine::links::RankLinks;
 use lockstep_engine::offline::{self, OfflineLink, OfflineReport, OfflineSet};
 use lockstep_engine::start::{self, Groups};
-use lockstep_engine::{DeviceConfig, DummySpec, EngineError, RankConfig};
+use lockstep_engine::{DummySpec, EngineError, RankConfig};
 use lockstep_wire::{SubmitRequest, TextParams};
 use std::path::Path;
 use std::sync::mpsc;
@@ -51,7 +51,7 @@ pub fn offline(flags: &OfflineFlags) -> Result<()> {
             "model": flags.engine.model, "tp": flags.engine.tp, "pp": flags.engine.pp,
             "device": flags.engine.device,
             "requests": flags.requests, "input_tokens": inputs, "output_tokens": output, "steps": report.steps.len(),
-            "seconds": seconds, "output_tokens_per_second": rate,
+            "seconds": seconds, "output_tokens_per_second": rate, "bubbles": bubbles(report),
         });
         say_line(format_args!("{json}"))?;
     } else {
@@ -63,8 +63,17 @@ pub fn offline(flags: &OfflineFlags) -> Result<()> {
             "{rate:.0} output tokens/s, {:.0} tokens/s in all",
             (inputs + output) as f64 / seconds
         ))?;
+        for (rank, bubble) in bubbles(report).iter().enumerate() {
+            let label = engine.topology.place(rank).label();
+            say_line(format_args!("{label} waited {:.0} % of the time", 100.0 * bubble))?;
+        }
     }
     Ok(())
+}
+
+/// The share of the time in which each rank of a pipeline did not compute; empty without one.
+fn bubbles(report: &OfflineReport) -> Vec<f64> {
+    report.stages.iter().filter(|stage| stage.work_us > 0).map(|stage| stage.bubble()).collect()
 }
 
 /// Prints prefill time and time per output token for each batch.
@@ -93,7 +102,7 @@ pub fn latency(flags: &LatencyFlags) -> Result<()> {
             let json = serde_json::json!({
                 "model": flags.engine.model, "tp": flags.engine.tp, "pp": flags.engine.pp,
                 "device": flags.engine.device, "batch": batch,
-                "prompt": flags.prompt, "prefill_ms": prefill, "tpot_ms": step,
+                "prompt": flags.prompt, "prefill_ms": prefill, "tpot_ms": step, "bubbles": bubbles(report),
             });
             say_line(format_args!("{json}"))?;
         } else if let Some(step) = step {
@@ -145,17 +154,16 @@ impl Engine {
         let (model, dummy_weights) = described(flags, &path)?;
         lockstep_core::shard::check_tp_size(&model, flags.tp as i64)
             .map_err(CliError::with(ExitCode::Flags))?;
-        let device = flags
-            .gpus
-            .device(&flags.device, flags.memory.memory_ratio, (flags.tp, 1))
-            .map_err(&flag_error)?;
+        let topology = Topology { pp_size: flags.pp, ..Topology::tensor_parallel(flags.tp) };
+        let device =
+            flags.gpus.device(&flags.device, flags.memory.memory_ratio, &topology).map_err(&flag_error)?;
         let stages =
             StageLayers::of_stages(&model, flags.pp, None).map_err(CliError::with(ExitCode::Flags))?;
-        if device != DeviceConfig::Cpu && flags.pp > 1 {
-            let sentence = format!("--pp {} is for --device cpu; use --tp on GPUs", flags.pp);
+        if flags.gpus.share_gpu && flags.tp > 1 && flags.pp > 1 {
+            // Ranks are threads of one context here: what one prepares may wait for kernels that wait for another one.
+            let sentence = "--share-gpu takes --tp or --pp here, not both; `lockstep serve` takes both";
             return Err(CliError::new(ExitCode::Flags, sentence));
         }
-        let topology = Topology { pp_size: flags.pp, ..Topology::tensor_parallel(flags.tp) };
         let ranks = topology.world_size();
         let threads = flags.threads.unwrap_or_else(super::cores).div_ceil(ranks).max(1);
         let (memory_budget_bytes, memory_budget_origin) =

@@ -3,6 +3,7 @@
 use anyhow::{Result, bail};
 use clap::Args;
 use lockstep_backend::cuda::SUM_RANKS;
+use lockstep_core::Topology;
 use lockstep_engine::{DeviceConfig, GpuPlan};
 
 /// GPU flags of every command that runs ranks on GPUs.
@@ -25,9 +26,9 @@ pub struct GpuFlags {
 const GPU_MEMORY_RATIO: f64 = 0.9;
 
 impl GpuFlags {
-    /// The GPUs of the `tp` ranks of each of `dp` replicas. Errors with one sentence when they cannot be those.
-    pub fn plan(&self, tp: usize, dp: usize) -> Result<GpuPlan> {
-        let ranks = tp * dp;
+    /// The GPUs of all ranks. Errors with one sentence when they cannot be those.
+    pub fn plan(&self, topology: &Topology) -> Result<GpuPlan> {
+        let (tp, ranks) = (topology.tp_size, topology.world_size());
         let listed = self.gpu_ids.len();
         if listed > 0 && listed != ranks {
             bail!("--gpu-ids names {listed} GPUs for {ranks} ranks; name one for each rank");
@@ -45,7 +46,7 @@ impl GpuFlags {
             );
         }
         if self.share_gpu && tp != 1 && !SUM_RANKS.contains(&tp) {
-            bail!("--share-gpu takes 1, 2, 4 or 8 ranks, not {tp}");
+            bail!("--share-gpu takes --tp 1, 2, 4 or 8, not {tp}");
         }
         Ok(GpuPlan {
             ids: self.gpu_ids.clone(),
@@ -54,13 +55,13 @@ impl GpuFlags {
         })
     }
 
-    /// What the `tp` ranks of each of `dp` replicas compute on where `--device` names `device`; `memory_ratio` is of a
+    /// What all ranks compute on where `--device` names `device`; `memory_ratio` is of a
     /// GPU's free memory. Errors when there are no GPUs and one was asked for.
     pub fn device(
         &self,
         device: &str,
         memory_ratio: Option<f64>,
-        (tp, dp): (usize, usize),
+        topology: &Topology,
     ) -> Result<DeviceConfig> {
         let given = [
             ("--gpu-ids", !self.gpu_ids.is_empty()),
@@ -73,7 +74,7 @@ impl GpuFlags {
             ("auto" | "cpu", Some((flag, _))) => bail!("{flag} is about GPUs; give --device cuda as well"),
             ("cuda", _) => Ok(DeviceConfig::Cuda {
                 memory_ratio: memory_ratio.unwrap_or(GPU_MEMORY_RATIO),
-                gpus: self.plan(tp, dp)?,
+                gpus: self.plan(topology)?,
             }),
             _ => bail!("--device {device} is not known; use auto, cpu or cuda"),
         }
@@ -96,20 +97,23 @@ mod tests {
             (flags(&[0, 1, 2], false, false), 2, &["names 3 GPUs for 2 ranks"]),
             (flags(&[1, 1], false, false), 2, &["GPU 1 twice", "--share-gpu"]),
             (flags(&[], true, true), 2, &["--share-gpu", "--disable-custom-all-reduce"]),
-            (flags(&[], true, false), 3, &["1, 2, 4 or 8 ranks, not 3"]),
+            (flags(&[], true, false), 3, &["--tp 1, 2, 4 or 8, not 3"]),
         ];
+        let of = |tp, pp_size, dp_size| Topology { pp_size, dp_size, ..Topology::tensor_parallel(tp) };
         for (flags, ranks, parts) in cases {
-            let text = flags.plan(ranks, 1).unwrap_err().to_string();
+            let text = flags.plan(&of(ranks, 1, 1)).unwrap_err().to_string();
             assert!(parts.iter().all(|part| text.contains(part)) && !text.contains('\n'), "{text}");
         }
-        assert_eq!(flags(&[3, 0], false, false).plan(2, 1).unwrap().gpu_of(0), 3);
-        assert!(flags(&[0, 0], true, false).plan(2, 1).is_ok());
-        assert!(flags(&[0, 1, 2, 3], false, false).plan(2, 2).is_ok());
-        let few = flags(&[0, 1], false, false).plan(2, 2).unwrap_err().to_string();
+        assert_eq!(flags(&[3, 0], false, false).plan(&of(2, 1, 1)).unwrap().gpu_of(0), 3);
+        assert!(flags(&[0, 0], true, false).plan(&of(2, 1, 1)).is_ok());
+        assert!(flags(&[0, 1, 2, 3], false, false).plan(&of(2, 1, 2)).is_ok());
+        assert!(flags(&[0, 1, 2, 3], false, false).plan(&of(2, 2, 1)).is_ok());
+        assert!(flags(&[], true, false).plan(&of(1, 3, 1)).is_ok(), "stages may be any number");
+        let few = flags(&[0, 1], false, false).plan(&of(1, 2, 2)).unwrap_err().to_string();
         assert!(few.contains("names 2 GPUs for 4 ranks"), "{few}");
-        let refused = flags(&[0, 1], false, false).device("cpu", None, (2, 1)).unwrap_err().to_string();
+        let refused = flags(&[0, 1], false, false).device("cpu", None, &of(2, 1, 1)).unwrap_err().to_string();
         assert!(refused.contains("--gpu-ids") && refused.contains("--device cuda"), "{refused}");
-        assert_eq!(flags(&[], false, false).device("auto", None, (2, 1)).unwrap(), DeviceConfig::Cpu);
-        assert!(flags(&[], false, false).device("tpu", None, (1, 1)).is_err());
+        assert_eq!(flags(&[], false, false).device("auto", None, &of(2, 1, 1)).unwrap(), DeviceConfig::Cpu);
+        assert!(flags(&[], false, false).device("tpu", None, &of(1, 1, 1)).is_err());
     }
 }

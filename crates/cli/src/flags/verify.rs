@@ -18,6 +18,10 @@ pub struct VerifyFlags {
     #[arg(long, visible_aliases = ["tp-size"], value_delimiter = ',')]
     pub tp: Vec<i64>,
 
+    /// Numbers of pipeline stages at each tp size; the first is the reference.
+    #[arg(long, visible_aliases = ["pp-size"], value_delimiter = ',', default_value = "1")]
+    pub pp: Vec<i64>,
+
     /// Devices, cpu and cuda; the first is the reference. `cpu,cuda` holds GPUs against exact f32 on CPUs; auto is
     /// cpu.
     #[arg(long, value_delimiter = ',', default_value = "auto")]
@@ -35,7 +39,7 @@ pub struct VerifyFlags {
     #[arg(long, default_value_t = 24)]
     pub tokens: usize,
 
-    /// Threads of each rank [default: cores / largest tp].
+    /// Threads of each rank [default: cores / largest number of ranks].
     #[arg(long)]
     pub threads: Option<usize>,
 

@@ -11,7 +11,7 @@ use crate::logging::LogSettings;
 use crate::pull;
 use lockstep_api::engine::Replication;
 use lockstep_api::{ApiKeys, OtlpEndpoint};
-use lockstep_core::{ExitCode, HostMap, ModelConfig, StageLayers, TokenId, shard};
+use lockstep_core::{ExitCode, HostMap, ModelConfig, StageLayers, TokenId, Topology, shard};
 use lockstep_engine::{Batching, DeviceConfig, DummySpec};
 use lockstep_launch::{Layout, Process};
 use lockstep_weights::GenerationDefaults;
@@ -259,15 +259,9 @@ impl Described {
 }
 
 fn device(flags: &ServeFlags, tp: usize) -> anyhow::Result<DeviceConfig> {
-    let sizes = (tp, flags.parallel.replicas());
-    let device = flags.gpus.device(&flags.model.device, flags.memory.memory_ratio, sizes)?;
-    if device != DeviceConfig::Cpu && flags.parallel.stages() > 1 {
-        anyhow::bail!(
-            "--pp {} is for --device cpu: GPUs pass no activations from stage to stage yet; use --tp or --dp on them",
-            flags.parallel.pp
-        );
-    }
-    Ok(device)
+    let topology =
+        Topology { tp_size: tp, pp_size: flags.parallel.stages(), dp_size: flags.parallel.replicas() };
+    flags.gpus.device(&flags.model.device, flags.memory.memory_ratio, &topology)
 }
 
 fn check_flags(flags: &ServeFlags) -> anyhow::Result<()> {

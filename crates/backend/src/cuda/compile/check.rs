@@ -5,7 +5,7 @@ use super::*;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-const ALL: [Source; 22] = [
+const ALL: [Source; 23] = [
     Source::Pointwise,
     Source::Norm,
     Source::Rope,
@@ -16,6 +16,7 @@ const ALL: [Source; 22] = [
     Source::Peers(2),
     Source::Peers(4),
     Source::Peers(8),
+    Source::Stages,
     Source::Sample,
     Source::AttentionToken(64),
     Source::AttentionToken(128),
@@ -59,6 +60,7 @@ impl Source {
                 "reduce_norm_two_shot",
                 "gather",
             ],
+            Self::Stages => &["stage_send", "stage_recv"],
             Self::Sample => &["sample_best", "sample_weigh", "sample_pick"],
             Self::AttentionToken(256) => &["attention_token_1", "attention_token_2", "attention_token_4"],
             Self::AttentionToken(_) => {
@@ -227,7 +229,7 @@ ptxas info    : Used 12 registers, used 0 barriers";
 /// enough; the kernels that take tokens one by one differ for f32, and tiles have no f32.
 fn types(architecture: &str, source: Source) -> &'static [DType] {
     match (architecture, source) {
-        ("sm_90a", Source::AttentionToken(_) | Source::Sample) => &[DType::F32],
+        ("sm_90a", Source::AttentionToken(_) | Source::Stages | Source::Sample) => &[DType::F32],
         (
             "sm_90a",
             Source::Skinny
@@ -238,7 +240,7 @@ fn types(architecture: &str, source: Source) -> &'static [DType] {
         ) => &[DType::Bf16, DType::F16],
         (_, Source::AttentionHopper(_)) => &[],
         ("sm_90a", _) => &[DType::F32, DType::Bf16, DType::F16],
-        (_, Source::AttentionToken(128) | Source::Sample) => &[DType::F32],
+        (_, Source::AttentionToken(128) | Source::Stages | Source::Sample) => &[DType::F32],
         (_, Source::AttentionDecode(128) | Source::AttentionTile(128)) => &[DType::Bf16],
         (_, Source::AttentionToken(_) | Source::AttentionDecode(_) | Source::AttentionTile(_)) => &[],
         _ => &[DType::Bf16],

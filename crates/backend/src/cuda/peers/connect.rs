@@ -1,4 +1,4 @@
-//! How the GPUs of a TP group come to write to each other's memory.
+//! How the GPUs of a group of ranks come to write to each other's memory.
 //!
 //! Every rank shows a [`Card`]; then it opens the others' inboxes: by a pointer where the other rank is a thread of the
 //! same process, by CUDA IPC otherwise. All ranks hear how it went everywhere, and decide alike.
@@ -21,7 +21,7 @@ const VERDICT_BYTES: usize = 512;
 /// What a rank shows the others.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
-pub(super) struct Card {
+pub(in crate::cuda) struct Card {
     pub uuid: [u8; 16],
     pub pid: u32,
     /// Index of its GPU among those of this machine, and what the driver calls it.
@@ -65,14 +65,26 @@ impl Card {
 }
 
 /// Every rank's card, by rank.
-pub(super) fn exchange(group: &mut dyn ProcessGroup, mine: &Card) -> Result<Vec<Card>> {
+pub(in crate::cuda) fn exchange(group: &mut dyn ProcessGroup, mine: &Card) -> Result<Vec<Card>> {
     let mut all = vec![0u8; size_of::<Card>() * group.size()];
     group.all_gather(bytemuck::bytes_of(mine), &mut all, Patience::Idle)?;
     Ok(all.chunks_exact(size_of::<Card>()).map(bytemuck::pod_read_unaligned).collect())
 }
 
+/// Errors when two ranks are on one GPU and `may_share` does not say that they may be.
+pub(in crate::cuda) fn check_one_rank_a_gpu(cards: &[Card], may_share: bool) -> Result<()> {
+    match two_on_one_gpu(cards).filter(|_| !may_share) {
+        None => Ok(()),
+        Some((first, second)) => Err(BackendError::Unsupported(format!(
+            "ranks {first} and {second} are both on GPU {}; give each rank a GPU of its own by --gpu-ids, or pass \
+             --share-gpu to test on fewer",
+            cards[first].index
+        ))),
+    }
+}
+
 /// The first two ranks that are on one GPU.
-pub(super) fn two_on_one_gpu(cards: &[Card]) -> Option<(usize, usize)> {
+fn two_on_one_gpu(cards: &[Card]) -> Option<(usize, usize)> {
     let earlier = |rank: usize| cards[..rank].iter().position(|card| card.uuid == cards[rank].uuid);
     (0..cards.len()).find_map(|rank| earlier(rank).map(|first| (first, rank)))
 }
@@ -83,7 +95,7 @@ pub(super) fn most_on_one_gpu(cards: &[Card]) -> usize {
 }
 
 /// Whether some ranks are threads that use one context; what follows from it concerns all ranks.
-pub(super) fn share_a_context(cards: &[Card]) -> bool {
+pub(in crate::cuda) fn share_a_context(cards: &[Card]) -> bool {
     let place = |card: &Card| (card.pid, card.context);
     (1..cards.len()).any(|rank| cards[..rank].iter().any(|card| place(card) == place(&cards[rank])))
 }
@@ -94,16 +106,27 @@ pub(super) fn open_inboxes(
     rank: usize,
     cards: &[Card],
 ) -> std::result::Result<Vec<Address>, String> {
-    let open = |(peer, card): (usize, &Card)| {
-        let inbox = if peer == rank { Ok(card.inbox) } else { open_inbox(device, &cards[rank], card) };
-        inbox.map_err(|problem| {
-            format!("rank {rank} (GPU {}) and rank {peer} (GPU {}): {problem}", device.index, card.index)
-        })
+    let open = |peer: usize| match peer == rank {
+        true => Ok(cards[peer].inbox),
+        false => open_inbox(device, (rank, peer), cards),
     };
-    cards.iter().enumerate().map(open).collect()
+    (0..cards.len()).map(open).collect()
 }
 
-fn open_inbox(device: &Device, mine: &Card, theirs: &Card) -> std::result::Result<Address, String> {
+/// The address in this process, that of rank `rank`, of the inbox of rank `peer`; errors with the reason why it cannot be
+/// had.
+pub(in crate::cuda) fn open_inbox(
+    device: &Device,
+    (rank, peer): (usize, usize),
+    cards: &[Card],
+) -> std::result::Result<Address, String> {
+    let (mine, theirs) = (&cards[rank], &cards[peer]);
+    opened(device, mine, theirs).map_err(|problem| {
+        format!("rank {rank} (GPU {}) and rank {peer} (GPU {}): {problem}", device.index, theirs.index)
+    })
+}
+
+fn opened(device: &Device, mine: &Card, theirs: &Card) -> std::result::Result<Address, String> {
     let words = |error: BackendError| error.to_string();
     if theirs.has_inbox == 0 {
         return Err("there is no memory to write to".into());
@@ -138,7 +161,7 @@ fn open_inbox(device: &Device, mine: &Card, theirs: &Card) -> std::result::Resul
 }
 
 /// The first reason, by rank, why some rank cannot take part; `None` when all can.
-pub(super) fn agree(group: &mut dyn ProcessGroup, mine: Option<&str>) -> Result<Option<String>> {
+pub(in crate::cuda) fn agree(group: &mut dyn ProcessGroup, mine: Option<&str>) -> Result<Option<String>> {
     let mut slot = [0u8; VERDICT_BYTES];
     if let Some(reason) = mine {
         let reason = if reason.is_empty() { "no reason given" } else { reason };

@@ -14,12 +14,13 @@
 //! Reading order: `switch` (sizes), `connect` (how the memory is had), `report` (failures), this file; `simulation` tries
 //! the protocol with random schedules.
 
-mod connect;
+pub(super) mod connect;
 mod report;
 #[cfg(test)]
 mod simulation;
 pub(super) mod switch;
 
+pub(super) use connect::Card;
 pub(super) use report::Report;
 pub use switch::SUM_RANKS;
 pub(super) use switch::Way;
@@ -30,7 +31,6 @@ use super::driver::Address;
 use super::launch::{Args, Grid, Kernel};
 use super::memory::Buffer;
 use crate::{BackendError, Result};
-use connect::Card;
 use lockstep_comm::collective::{Collective, StreamHandle};
 use lockstep_comm::group::ProcessGroup;
 use lockstep_core::DType;
@@ -104,12 +104,13 @@ pub(super) enum Connected {
 }
 
 impl Peers {
-    /// Lends the other ranks memory and borrows theirs. Errors when the ranks cannot work together at all.
+    /// Lends the other ranks memory and borrows theirs; `first` is the replica's number of the group's first rank. Errors
+    /// when the ranks cannot work together at all.
     /// **Collective: all ranks of the TP group, each with its device's context current.**
     pub fn connect(
         device: &Rc<Device>,
         dtype: DType,
-        group: &mut dyn ProcessGroup,
+        (group, first): (&mut dyn ProcessGroup, usize),
         mode: PeerMode,
     ) -> Result<Connected> {
         let (rank, ranks) = (group.rank(), group.size());
@@ -121,20 +122,12 @@ impl Peers {
             _ => None,
         };
         let own = match refusal {
-            None => Own::new(device, dtype, rank, ranks).map_err(|e| e.to_string()),
+            None => Own::new(device, dtype, (rank, ranks, first)).map_err(|e| e.to_string()),
             Some(reason) => Err(reason),
         };
         let card = Card::of(device, own.as_ref().ok().map(|own| own.inbox.address()))?;
         let cards = connect::exchange(group, &card)?;
-        if mode != PeerMode::SharedGpu
-            && let Some((first, second)) = connect::two_on_one_gpu(&cards)
-        {
-            return Err(BackendError::Unsupported(format!(
-                "ranks {first} and {second} are both on GPU {}; give each rank a GPU of its own by --gpu-ids, or pass \
-                 --share-gpu to test on fewer",
-                cards[first].index
-            )));
-        }
+        connect::check_one_rank_a_gpu(&cards, mode == PeerMode::SharedGpu)?;
         if connect::share_a_context(&cards) {
             device.share_context();
         }
@@ -262,11 +255,11 @@ struct Own {
 }
 
 impl Own {
-    fn new(device: &Rc<Device>, dtype: DType, rank: usize, ranks: usize) -> Result<Self> {
+    fn new(device: &Rc<Device>, dtype: DType, (rank, ranks, first): (usize, usize, usize)) -> Result<Self> {
         let own = Self {
             inbox: Buffer::filled(device, Peers::inbox_bytes(ranks), EMPTY_BYTE, "sums over ranks")?,
             state: Buffer::zeroed(device, (LANES + 64) * size_of::<u32>(), "sums over ranks")?,
-            report: Report::new(device, rank)?,
+            report: Report::new(device, first + rank, first)?,
             device: Rc::clone(device),
             dtype,
             rank,

@@ -22,7 +22,8 @@ const WAITED_MS: usize = 6;
 const WORDS: usize = 16;
 
 /// What the numbers in the word [`KIND`] mean.
-const KINDS: [&str; 3] = ["one-shot all-reduce", "two-shot all-reduce", "all-gather"];
+const KINDS: [&str; 4] =
+    ["one-shot all-reduce", "two-shot all-reduce", "all-gather", "a transfer from the stage before"];
 
 /// How long kernels get to say what they wait for: they look at the word [`STOP`] every few milliseconds.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -31,11 +32,12 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 pub(in crate::cuda) struct Report {
     words: &'static [AtomicU32; WORDS],
     rank: usize,
+    first: usize,
 }
 
 impl Report {
-    /// The report of rank `rank`. Its memory is never given back: kernels may write to it until the process ends.
-    pub fn new(device: &Device, rank: usize) -> Result<Self> {
+    /// The report of rank `rank` of a replica, whose kernels count ranks from `first` on, that of its TP group. Its memory is never given back: kernels may write to it until the process ends.
+    pub fn new(device: &Device, rank: usize, first: usize) -> Result<Self> {
         let bytes = WORDS * size_of::<u32>();
         let start = allocate_pinned(device, bytes)?;
         // SAFETY: as many bytes were just allocated, aligned to a page, and are never given back; words that the GPU
@@ -44,7 +46,7 @@ impl Report {
             start.write_bytes(0, bytes);
             &*start.cast::<[AtomicU32; WORDS]>()
         };
-        Ok(Self { words, rank })
+        Ok(Self { words, rank, first })
     }
 
     /// Where the GPU finds it.
@@ -61,7 +63,8 @@ impl Report {
         let word = |index: usize| word(index, Ordering::Relaxed);
         Some(CollectiveError::DeviceTimeout {
             rank: self.rank,
-            missing: word(MISSING),
+            // Ranks before the first have numbers that wrap.
+            missing: (self.first as u32).wrapping_add(word(MISSING) as u32) as usize,
             operation: KINDS.get(word(KIND)).copied().unwrap_or("an exchange"),
             sequence: word(OPERATION) as u64,
             bytes: word(BYTES),
@@ -90,7 +93,7 @@ mod tests {
     #[test]
     fn a_failure_names_rank_operation_and_bytes() {
         let words: &'static [AtomicU32; WORDS] = Box::leak(Box::default());
-        let report = Report { words, rank: 1 };
+        let report = Report { words, rank: 5, first: 4 };
         assert!(report.failure().is_none());
         for (index, value) in [(MISSING, 3), (OPERATION, 77), (BYTES, 8192), (KIND, 1), (WAITED_MS, 30_000)] {
             words[index].store(value, Ordering::Relaxed);
@@ -98,10 +101,17 @@ mod tests {
         words[IS_FAILED].store(1, Ordering::Release);
         let text = report.stop().unwrap().to_string();
         assert!(
-            text.contains("rank 1 waited 30000 ms in two-shot all-reduce of 8192 bytes (operation 77"),
+            text.contains("rank 5 waited 30000 ms in two-shot all-reduce of 8192 bytes (operation 77"),
             "{text}"
         );
-        assert!(text.contains("for rank 3"), "{text}");
+        assert!(text.contains("for rank 7"), "{text}");
         assert_eq!(words[STOP].load(Ordering::Relaxed), 1);
+        words[MISSING].store(2u32.wrapping_sub(4), Ordering::Relaxed);
+        words[KIND].store(3, Ordering::Relaxed);
+        let text = report.failure().unwrap().to_string();
+        assert!(
+            text.contains("in a transfer from the stage before") && text.contains("for rank 2;"),
+            "{text}"
+        );
     }
 }

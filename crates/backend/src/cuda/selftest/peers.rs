@@ -136,7 +136,7 @@ fn rank_results(
     cases: usize,
 ) -> Result<Vec<[Vec<f32>; PARTS.len()]>> {
     let mut gpu = CudaBackend::new(CudaOptions { patience: Some(PATIENCE), ..options })?;
-    gpu.connect(&mut group, PeerMode::SharedGpu)?;
+    gpu.connect((&mut group, 0), PeerMode::SharedGpu)?;
     let case = |case| case_on_gpu(&mut gpu, &mut group, collective, &Inputs::of(seed, case, options.dtype));
     (0..cases).map(case).collect()
 }

@@ -1,0 +1,263 @@
+//! The residual stream from one pipeline stage to the next, between ranks with the same place in their stages.
+//!
+//! Where GPUs write to each other's memory (several ranks on one GPU included), a kernel of the sending stage writes into
+//! memory that the receiving one lends and raises a flag there; a kernel of the receiving stage waits for the flag
+//! (`kernels/stages.cu`). Both are queued like everything else, so neither host waits. Elsewhere (no peer access, CUDA IPC
+//! refused, ranks that are threads of one context) the stream goes through the host's memory and the pipeline's
+//! [`Collective`], and the sending host waits for its device.
+//!
+//! **Invariants:** transfers of a pair of stages are numbered, and the one with number n uses slot n modulo the number of
+//! stages. A slot is free when it is used again, for a rank starts a step only when the step so many steps before has ended
+//! on the devices of all ranks: as many steps as stages are in flight, and a step ends with [`Backend::end_step`] of every
+//! stage. A kernel waits with an end, after which the host names the missing rank.
+//!
+//! [`Backend::end_step`]: crate::Backend::end_step
+
+use super::compile::Source;
+use super::device::Device;
+use super::driver::Address;
+use super::launch::{Args, Grid, Kernel};
+use super::memory::{Buffer, Staging};
+use super::peers::{Card, Report, connect};
+use crate::{BackendError, PipelinePlace, Result};
+use lockstep_comm::collective::{Collective, StreamHandle};
+use lockstep_comm::group::ProcessGroup;
+use lockstep_core::DType;
+use std::rc::Rc;
+use std::time::Duration;
+
+/// Bytes before the slots of an inbox, one flag of four bytes for each.
+const FLAG_BYTES: usize = 4096;
+/// Most stages of a pipeline.
+const STAGES_MAX: usize = FLAG_BYTES / size_of::<u32>();
+/// Threads of a block.
+const THREADS: usize = 512;
+
+/// How the stream comes and goes.
+pub(super) enum Stages {
+    /// By kernels, through memory that the GPUs share.
+    Kernels(Ring),
+    /// Through the host's memory.
+    Host(Vec<u8>),
+}
+
+/// The memory between this rank and its neighbours, and the kernels that use it.
+pub(super) struct Ring {
+    send: Kernel,
+    recv: Kernel,
+    /// What the stage before writes to; None on the first.
+    inbox: Option<Buffer>,
+    /// The next stage's.
+    next: Option<Address>,
+    state: Buffer,
+    report: Address,
+    limit: Duration,
+    /// The stage before, as the report's words name ranks.
+    source: u32,
+    slots: usize,
+    slot_bytes: usize,
+    sms: usize,
+    /// Transfers so far.
+    sent: usize,
+    received: usize,
+}
+
+impl Stages {
+    /// Bytes that the stages after the first lend for streams of `rows` rows of `cols` elements.
+    pub fn inbox_bytes(place_count: usize, rows: usize, cols: usize, dtype: DType) -> usize {
+        FLAG_BYTES + place_count * slot_bytes(rows, cols, dtype)
+    }
+
+    /// Joins the neighbours of the rank at `place`; gives why kernels cannot move the stream, where they cannot.
+    /// Errors when two ranks are on one GPU and may not be.
+    /// **Collective: all ranks of the replica, each with its device's context current.**
+    pub fn connect(
+        device: &Rc<Device>,
+        dtype: DType,
+        group: &mut dyn ProcessGroup,
+        place: &PipelinePlace,
+    ) -> Result<(Self, Option<String>)> {
+        let own = Own::new(device, dtype, place).map_err(|error| error.to_string());
+        let inbox = own.as_ref().ok().and_then(|own| own.inbox.as_ref()).map(Buffer::address);
+        let cards = connect::exchange(group, &Card::of(device, inbox)?)?;
+        connect::check_one_rank_a_gpu(&cards, place.shares_gpus)?;
+        if connect::share_a_context(&cards) {
+            device.share_context();
+        }
+        let opened = own.and_then(|own| {
+            if device.shares_context() {
+                return Err("ranks are threads of one process on one GPU".into());
+            }
+            let next = place.next().map(|next| connect::open_inbox(device, (place.rank, next), &cards));
+            own.into_ring(device, place, next.transpose()?).map_err(|error| error.to_string())
+        });
+        let problem = connect::agree(group, opened.as_ref().err().map(String::as_str))?;
+        match (problem, opened) {
+            (None, Ok(ring)) => Ok((Self::Kernels(ring), None)),
+            (Some(reason), _) | (None, Err(reason)) => Ok((Self::Host(Vec::new()), Some(reason))),
+        }
+    }
+
+    /// Queues the transfer of `bytes` bytes at `from` to stage `to`. Panics unless `bytes` is a multiple of 16.
+    ///
+    /// # Safety
+    /// `from` is valid for `bytes` bytes of device memory until the kernel has run.
+    pub unsafe fn send(
+        &mut self,
+        staging: &mut Staging,
+        pipeline: &dyn Collective,
+        (from, bytes): (Address, usize),
+        to: usize,
+    ) -> Result<()> {
+        match self {
+            // SAFETY: the caller's promise.
+            Self::Kernels(ring) => unsafe { ring.queue_send(from, bytes) },
+            Self::Host(_) => {
+                // SAFETY: the caller's promise.
+                let copied = unsafe { staging.copy_out(from, bytes)? };
+                let (data, count) = (copied.as_ptr().cast(), bytes / size_of::<f32>());
+                // SAFETY: `copied` holds that many bytes; the host's memory is sent before this returns.
+                unsafe { pipeline.send(data, count, DType::F32, to, StreamHandle::HOST)? };
+                Ok(())
+            }
+        }
+    }
+
+    /// Queues the transfer of what stage `from` sends to `to`.
+    ///
+    /// # Safety
+    /// `to` is valid for `bytes` bytes of device memory until the kernel has run.
+    pub unsafe fn recv(
+        &mut self,
+        staging: &mut Staging,
+        pipeline: &dyn Collective,
+        (to, bytes): (Address, usize),
+        from: usize,
+    ) -> Result<()> {
+        match self {
+            // SAFETY: the caller's promise.
+            Self::Kernels(ring) => unsafe { ring.queue_recv(to, bytes) },
+            Self::Host(buffer) => {
+                buffer.resize(buffer.len().max(bytes), 0);
+                let (data, count) = (buffer.as_mut_ptr().cast(), bytes / size_of::<f32>());
+                // SAFETY: the buffer holds that many bytes; they are there when this returns.
+                unsafe { pipeline.recv(data, count, DType::F32, from, StreamHandle::HOST)? };
+                // SAFETY: the caller's promise.
+                unsafe { staging.copy_in(to, &buffer[..bytes]) }
+            }
+        }
+    }
+}
+
+impl Ring {
+    unsafe fn queue_send(&mut self, from: Address, bytes: usize) -> Result<()> {
+        let next = self.next.ok_or_else(|| no_neighbour("after"))?;
+        let (slot, flag) = self.place(next, self.sent, bytes)?;
+        self.sent += 1;
+        let args = Args::default().address(from).address(slot).address(flag).address(self.state.address());
+        let args = args.int(number(self.sent)).int(bytes / 16);
+        // SAFETY: the caller's promise; the next stage's inbox has a slot of `slot_bytes` there for as long as it runs.
+        unsafe { self.send.launch(self.grid(bytes), args) };
+        Ok(())
+    }
+
+    unsafe fn queue_recv(&mut self, to: Address, bytes: usize) -> Result<()> {
+        let inbox = self.inbox.as_ref().ok_or_else(|| no_neighbour("before"))?.address();
+        let (slot, flag) = self.place(inbox, self.received, bytes)?;
+        self.received += 1;
+        let limit_ms = u32::try_from(self.limit.as_millis()).unwrap_or(u32::MAX) as usize;
+        let args = Args::default().address(slot).address(flag).address(to).address(self.state.address());
+        let args = args.address(self.report).int(limit_ms).int(self.source as usize);
+        let args = args.int(number(self.received)).int(bytes / 16);
+        // SAFETY: the caller's promise; the inbox is there as long as this value.
+        unsafe { self.recv.launch(self.grid(bytes), args) };
+        Ok(())
+    }
+
+    /// Slot and flag, in the inbox at `inbox`, of the transfer after `before` others. Errors when it is too large.
+    fn place(&self, inbox: Address, before: usize, bytes: usize) -> Result<(Address, Address)> {
+        assert!(bytes.is_multiple_of(16), "{bytes} bytes of the residual stream move in parts of 16");
+        if bytes > self.slot_bytes {
+            return Err(BackendError::Unsupported(format!(
+                "a step passes {bytes} bytes on to the next stage, at most {} were planned",
+                self.slot_bytes
+            )));
+        }
+        let slot = before % self.slots;
+        let data = inbox + (FLAG_BYTES + slot * self.slot_bytes) as u64;
+        Ok((data, inbox + (slot * size_of::<u32>()) as u64))
+    }
+
+    fn grid(&self, bytes: usize) -> Grid {
+        Grid::rows((bytes / 16).div_ceil(THREADS).clamp(1, 2 * self.sms), THREADS)
+    }
+}
+
+/// The flag of transfer `count`, counted from 1; another than that of the one before in the same slot.
+fn number(count: usize) -> usize {
+    count & u32::MAX as usize
+}
+
+fn slot_bytes(rows: usize, cols: usize, dtype: DType) -> usize {
+    (rows * cols * dtype.size_bytes()).next_multiple_of(256)
+}
+
+fn no_neighbour(which: &str) -> BackendError {
+    BackendError::Unsupported(format!("there is no pipeline stage {which} this one"))
+}
+
+/// What a rank makes before it knows of the others.
+struct Own {
+    inbox: Option<Buffer>,
+    state: Buffer,
+    report: Address,
+    send: Kernel,
+    recv: Kernel,
+    slot_bytes: usize,
+}
+
+impl Own {
+    fn new(device: &Rc<Device>, dtype: DType, place: &PipelinePlace) -> Result<Self> {
+        if place.stages > STAGES_MAX {
+            let problem = format!("{} pipeline stages on GPUs, at most {STAGES_MAX}", place.stages);
+            return Err(BackendError::Unsupported(problem));
+        }
+        let what = "what the stage before passes on";
+        let bytes = Stages::inbox_bytes(place.stages, place.rows_max, place.cols, dtype);
+        let inbox = (place.stage() > 0).then(|| Buffer::zeroed(device, bytes, what)).transpose()?;
+        if !device.is_watched() {
+            device.watch(Report::new(device, place.rank, place.first_of_stage())?);
+        }
+        let module = Source::Stages.load(device, DType::F32)?;
+        let own = Self {
+            inbox,
+            state: Buffer::zeroed(device, 256, what)?,
+            report: device.report_address().expect("invariant: it is watched"),
+            send: module.kernel("stage_send", 0)?.without_overlap(),
+            recv: module.kernel("stage_recv", 0)?.without_overlap(),
+            slot_bytes: slot_bytes(place.rows_max, place.cols, dtype),
+        };
+        // Nobody may write to the inbox before it is empty.
+        device.wait()?;
+        Ok(own)
+    }
+
+    fn into_ring(self, device: &Device, place: &PipelinePlace, next: Option<Address>) -> Result<Ring> {
+        let before = place.rank.wrapping_sub(place.stage_size).wrapping_sub(place.first_of_stage());
+        Ok(Ring {
+            send: self.send,
+            recv: self.recv,
+            inbox: self.inbox,
+            next,
+            state: self.state,
+            report: self.report,
+            limit: place.patience,
+            source: before as u32,
+            slots: place.stages,
+            slot_bytes: self.slot_bytes,
+            sms: device.sm_count,
+            sent: 0,
+            received: 0,
+        })
+    }
+}
