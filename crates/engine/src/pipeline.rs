@@ -131,14 +131,16 @@ fn next(runner: &mut impl Runner, orders: &Receiver<Order>, (open, steps_max): (
     if open == 0 {
         return orders.recv().map_or(Next::NoMore, Next::Order);
     }
-    while open < steps_max {
+    if open == steps_max {
+        return Next::StepEnded;
+    }
+    loop {
         match orders.try_recv() {
             Ok(order) => return Next::Order(order),
             Err(TryRecvError::Empty) if !runner.step_has_ended() => std::thread::yield_now(),
-            Err(_) => break,
+            Err(_) => return Next::StepEnded,
         }
     }
-    Next::StepEnded
 }
 
 fn collected(runner: &mut impl Runner) -> Result<Done> {
@@ -172,7 +174,7 @@ impl Runner for StageQueue {
     fn collect(&mut self, tokens: &mut Vec<TokenId>) -> Result<StepId> {
         let ended = |_| EngineError::Internal("the thread of the device has ended".into());
         let Done { step, tokens: sampled, logprobs, computed } = self.done.recv().map_err(ended)??;
-        self.clock.collected(Instant::now(), computed);
+        self.clock.computed(computed);
         *tokens = sampled;
         self.logprobs = logprobs;
         Ok(step)
@@ -180,6 +182,10 @@ impl Runner for StageQueue {
 
     fn take_logprobs(&mut self, into: &mut Vec<(RequestId, StepLogprobs)>) {
         into.append(&mut self.logprobs);
+    }
+
+    fn step_is_over(&mut self) {
+        self.clock.ended(Instant::now());
     }
 
     fn stage_times(&self) -> Option<StageTimes> {
@@ -313,7 +319,7 @@ mod tests {
         let log = ["launch 0", "launch 1", "collect 0", "launch 2", "collect 1", "collect 2"];
         assert_eq!(runner.log, log);
         drop(outbox);
-        done.iter().for_each(|done| clock.collected(Instant::now(), done.unwrap().computed));
+        done.iter().for_each(|done| clock.computed(done.unwrap().computed));
         let times = clock.times();
         assert_eq!((times.steps, times.computed), (3, Duration::from_millis(3)));
     }

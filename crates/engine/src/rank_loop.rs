@@ -322,6 +322,7 @@ impl<P: Primary, F: Follower, R: Runner> RankLoop<P, F, R> {
                 self.state.logprobs.append(&mut logprobs);
             }
         }
+        self.runner.step_is_over();
         self.flight.tokens(&self.state.tokens);
         self.scheduler.complete(step, &self.state.tokens);
         if let Some(mark) = &self.mark

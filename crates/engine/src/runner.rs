@@ -43,6 +43,8 @@ pub trait Runner {
     fn computed(&self) -> Duration {
         Duration::ZERO
     }
+    /// All ranks know what the step collected last came to.
+    fn step_is_over(&mut self) {}
     /// Where there are several stages: how long this one computed so far.
     fn stage_times(&self) -> Option<StageTimes> {
         None
@@ -126,6 +128,9 @@ pub struct RunnerParts<B: Backend> {
     pub reports_logprobs: bool,
 }
 
+/// A rank's TP group and, where there are several stages, its pipeline.
+pub type DataPlane = (Box<dyn Collective>, Option<Box<dyn Collective>>);
+
 /// What one launched step chose.
 struct Launched {
     step: StepId,
@@ -197,9 +202,9 @@ impl<B: Backend> ModelRunner<B> {
 
     /// Gives back what was made once for all requests; pool and activations end here. For callers that run one
     /// model under several schedules.
-    pub fn into_device(self) -> (B, Decoder<B>, Box<dyn Collective>, Option<Box<dyn Collective>>) {
+    pub fn into_device(self) -> (B, Decoder<B>, DataPlane) {
         let Model { backend, decoder, collective, pipeline, .. } = self.model;
-        (backend, decoder, collective, pipeline)
+        (backend, decoder, (collective, pipeline))
     }
 
     /// Records decode steps of up to `rows_max` rows, where the device repeats recordings, so that none of

@@ -1,6 +1,6 @@
 //! How long a pipeline stage's device computed, of the time in which there was work.
 //!
-//! There is work while a step is in flight: from when the rank's loop queues it until the loop has it back. The share of
+//! There is work while a step is in flight: from when the rank's loop queues it until all ranks know its tokens. The share of
 //! that time in which the device did not compute is the stage's bubble (`docs/parallelism.md`).
 
 use lockstep_wire::StageWork;
@@ -41,16 +41,20 @@ impl StageClock {
         self.since.get_or_insert(now);
     }
 
-    /// The oldest step is back at `now`; its device computed it for `computed`.
-    pub(crate) fn collected(&mut self, now: Instant, computed: Duration) {
-        self.in_flight = self.in_flight.saturating_sub(1);
+    /// The device has computed a step for `computed`.
+    pub(crate) fn computed(&mut self, computed: Duration) {
         self.times.steps += 1;
         self.times.computed += computed;
+    }
+
+    /// The oldest step is over on all ranks at `now`.
+    pub(crate) fn ended(&mut self, now: Instant) {
+        self.in_flight = self.in_flight.saturating_sub(1);
         let since = if self.in_flight > 0 { self.since.replace(now) } else { self.since.take() };
         self.times.worked += since.map_or(Duration::ZERO, |since| now - since);
     }
 
-    /// Up to the step collected last.
+    /// Up to the step that ended last.
     pub(crate) fn times(&self) -> StageTimes {
         self.times
     }
@@ -70,10 +74,11 @@ mod tests {
         // Two steps of 10 ms in flight from 0 to 30, then nothing for a while, then one that takes 20 in all.
         clock.launched(at(0));
         clock.launched(at(5));
-        clock.collected(at(20), computed);
-        clock.collected(at(30), computed);
+        (0..3).for_each(|_| clock.computed(computed));
+        clock.ended(at(20));
+        clock.ended(at(30));
         clock.launched(at(100));
-        clock.collected(at(120), computed);
+        clock.ended(at(120));
         let times = clock.times();
         assert_eq!((times.steps, times.computed.as_millis(), times.worked.as_millis()), (3, 30, 50));
         assert!((times.work().bubble() - 0.4).abs() < 1e-9);

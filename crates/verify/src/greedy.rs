@@ -92,7 +92,7 @@ impl Greedy {
             TokenSource { rank: rank.parallel.topology().sampler(), patience: Duration::from_secs(60) };
         let told = (stages > 1).then_some((source, &mut *replica));
         let texts = self.generate(&mut Scheduler::new(config), &mut runner, (steps_max, told))?;
-        let (backend, decoder, collective, pipeline) = runner.into_device();
+        let (backend, decoder, (collective, pipeline)) = runner.into_device();
         rank.put_back(Loaded { backend, decoder, replica, collective, pipeline });
         Ok(texts)
     }
