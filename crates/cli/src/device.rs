@@ -40,7 +40,8 @@ pub fn on_device<T: RankTask>(
     let groups = join_groups(config, region, mark)?;
     match &config.device {
         DeviceConfig::Cpu => {
-            let options = CpuOptions { threads: config.threads, ..CpuOptions::default() };
+            let placement = config.placement.clone();
+            let options = CpuOptions { threads: config.threads, placement, ..CpuOptions::default() };
             task.run(config, CpuBackend::new(options)?, groups)
         }
         DeviceConfig::Cuda { memory_ratio, gpus } => {

@@ -2,6 +2,7 @@
 
 use crate::gpu::GpuPlan;
 use crate::links::RankLinks;
+use lockstep_backend::cpu::numa::Placement;
 use lockstep_comm::meeting::Invitation;
 use lockstep_core::{DType, HostMap, ModelConfig, ParallelInfo, StageLayers, TokenId, Topology, WeightMode};
 use serde::{Deserialize, Serialize};
@@ -28,6 +29,8 @@ pub struct RankConfig {
     pub dummy_weights: Option<DummySpec>,
     /// Threads of this rank (`--threads`).
     pub threads: usize,
+    /// The NUMA node that it keeps to (`--numa`).
+    pub placement: Option<Placement>,
     /// Bytes this rank may use for weights, activations and KV together.
     pub memory_budget_bytes: usize,
     /// How [`RankConfig::memory_budget_bytes`] came about, for messages.

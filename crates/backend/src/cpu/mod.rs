@@ -11,7 +11,7 @@
 //! * Only this folder holds unsafe kernels of the CPU. A panic in one aborts the process.
 //!
 //! Reading order: [`simd`], `pool`, `memory`, `packed`, `matmul`, `codes`, `pointwise`, `activation`,
-//! `kv_cache`, `attention`, `moe`; [`probe`] measures the machine.
+//! `kv_cache`, `attention`, `moe`; [`probe`] measures the machine, [`numa`] finds its nodes.
 
 // Kernels index lanes and tiles by number; iterator adapters would put vector operations into
 // closures, which do not inherit the target features.
@@ -26,6 +26,7 @@ mod kv_cache;
 mod matmul;
 mod memory;
 mod moe;
+pub mod numa;
 mod packed;
 mod pointwise;
 mod pool;
@@ -58,9 +59,8 @@ use tensor::RowsOut;
 pub struct CpuOptions {
     /// Compute threads of this rank, the calling thread included; 0 means one per core.
     pub threads: usize,
-    /// Cores to pin the threads to (thread `i` to `cores[i % len]`, the calling thread included);
-    /// `None` leaves placement to the system.
-    pub cores: Option<Vec<usize>>,
+    /// The NUMA node that the calling thread and the others keep to; `None` leaves placement to the system.
+    pub placement: Option<numa::Placement>,
     /// Instruction set; `None` takes the fastest of this machine.
     pub isa: Option<Isa>,
 }
@@ -68,6 +68,8 @@ pub struct CpuOptions {
 /// The [`Backend`] of one CPU rank. Used from the thread that made it.
 pub struct CpuBackend {
     isa: Isa,
+    /// The NUMA node that it keeps to.
+    node: Option<usize>,
     pool: pool::ThreadPool,
     arena: memory::Arena,
     scratch: tensor::Scratch,
@@ -77,7 +79,8 @@ pub struct CpuBackend {
 }
 
 impl CpuBackend {
-    /// Starts the threads and makes the workspace (under 1 MiB a thread).
+    /// Binds the calling thread to its NUMA node if it has one, starts the threads and makes the workspace (under 1 MiB a
+    /// thread).
     ///
     /// Errors when the workspace cannot be mapped. Panics when this machine cannot run
     /// `options.isa`.
@@ -90,12 +93,15 @@ impl CpuBackend {
             Isa::available()
         );
         let threads = if options.threads == 0 { available_cores() } else { options.threads };
-        let pool = pool::ThreadPool::new(threads, options.cores.as_deref());
+        // Before anything is mapped or started: threads inherit it, and memory is where it is first touched.
+        options.placement.iter().for_each(numa::Placement::bind);
+        let node = options.placement.map(|placement| placement.node);
+        let pool = pool::ThreadPool::new(threads);
         let arena = memory::Arena::default();
         // A mixture's scratch covers the matrix product's.
         let scratch = tensor::Scratch::new(&arena, threads, moe::SCRATCH_LEN.max(attention::SCRATCH_LEN))?;
         let coded_inputs = RefCell::new(codes::CodedInputs::new()?);
-        Ok(Self { isa, pool, arena, scratch, attention_plan: attention::Plan::new()?, coded_inputs })
+        Ok(Self { isa, node, pool, arena, scratch, attention_plan: attention::Plan::new()?, coded_inputs })
     }
 
     /// The instruction set in use.
@@ -148,7 +154,8 @@ impl Backend for CpuBackend {
     const PACKED_VERSION: Option<u32> = Some(packed::VERSION);
 
     fn describe(&self) -> String {
-        format!("cpu {} x{}", self.isa.name(), self.threads())
+        let node = self.node.map_or_else(String::new, |node| format!(", NUMA node {node}"));
+        format!("cpu {} x{}{node}", self.isa.name(), self.threads())
     }
 
     fn tensor(&self, rows_max: usize, cols: usize) -> Result<CpuTensor> {

@@ -14,7 +14,7 @@
 //! chunk in one word, so a late helper that draws a ticket either gets a chunk of the current job
 //! or sees that none is left.
 
-use rustix::thread::{CpuSet, futex, sched_setaffinity};
+use rustix::thread::futex;
 use std::cell::{Cell, UnsafeCell};
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -69,9 +69,8 @@ pub(super) struct ThreadPool {
 }
 
 impl ThreadPool {
-    /// A team of `threads` (at least 1), counting the caller. With `cores`, thread `i` is pinned to
-    /// `cores[i % len]`, the calling thread included.
-    pub(super) fn new(threads: usize, cores: Option<&[usize]>) -> Self {
+    /// A team of `threads` (at least 1), counting the caller. They run on the cores that the caller may use.
+    pub(super) fn new(threads: usize) -> Self {
         let shared = Arc::new(Shared {
             job: UnsafeCell::new(std::ptr::null::<fn(usize, usize)>() as *const Job<'static>),
             ticket: Line(AtomicU64::new(0)),
@@ -81,17 +80,12 @@ impl ThreadPool {
             helpers_parked: AtomicU32::new(0),
             stop: AtomicBool::new(false),
         });
-        let core_of = |thread: usize| cores.filter(|c| !c.is_empty()).map(|c| c[thread % c.len()]);
-        pin(core_of(0));
         let helpers = (1..threads)
             .map(|thread| {
-                let (shared, core) = (Arc::clone(&shared), core_of(thread));
+                let shared = Arc::clone(&shared);
                 std::thread::Builder::new()
                     .name(format!("cpu-{thread}"))
-                    .spawn(move || {
-                        pin(core);
-                        shared.help(thread);
-                    })
+                    .spawn(move || shared.help(thread))
                     .expect("invariant: the system can start the few threads asked for")
             })
             .collect();
@@ -234,19 +228,6 @@ fn wake(word: &AtomicU32, waiters: u32) {
     let _ = futex::wake(word, futex::Flags::PRIVATE, waiters.max(1));
 }
 
-/// Pins the calling thread. A core that does not exist or is not allowed leaves it unpinned.
-fn pin(core: Option<usize>) {
-    let Some(core) = core else { return };
-    let mut set = CpuSet::new();
-    if core >= CpuSet::MAX_CPU {
-        return tracing::warn!(core, "core number out of range; the thread stays unpinned");
-    }
-    set.set(core);
-    if let Err(error) = sched_setaffinity(None, &set) {
-        tracing::warn!(core, %error, "cannot pin a compute thread; it stays unpinned");
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -255,7 +236,7 @@ mod tests {
     #[test]
     fn a_team_ends_whatever_its_helpers_are_doing() {
         for round in 0..3_000 {
-            let pool = ThreadPool::new(2, None);
+            let pool = ThreadPool::new(2);
             // Without it helpers may not have begun; with it they are between work and sleep.
             if round % 2 == 0 {
                 pool.run(4, &|_, _| std::hint::black_box(()));
@@ -266,7 +247,7 @@ mod tests {
     #[test]
     fn every_chunk_runs_exactly_once_in_every_operation() {
         for threads in 1..=4 {
-            let pool = ThreadPool::new(threads, None);
+            let pool = ThreadPool::new(threads);
             assert_eq!(pool.threads(), threads);
             for round in 0..2000usize {
                 let chunks = round % 37;
@@ -285,7 +266,7 @@ mod tests {
 
     #[test]
     fn parked_helpers_and_a_parked_caller_are_woken() {
-        let pool = ThreadPool::new(2, None);
+        let pool = ThreadPool::new(2);
         for _ in 0..20 {
             // Each chunk outlasts the spin, so the helper parks between operations and the caller
             // parks on the last chunk.

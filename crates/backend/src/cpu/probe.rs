@@ -125,7 +125,7 @@ pub fn bandwidth_gbs(threads: usize, bytes: usize, huge: bool) -> Result<f64> {
     let mut region = Region::own(chunks * READ_CHUNK, huge, "the bandwidth measure")?;
     region.as_mut_slice::<f32>().fill(1.0);
     let data = region.as_slice::<f32>();
-    let (pool, isa) = (ThreadPool::new(threads.max(1), None), Isa::detect());
+    let (pool, isa) = (ThreadPool::new(threads.max(1)), Isa::detect());
     let best = best_of(|| {
         pool.run(chunks, &|chunk, _| {
             let part = &data[chunk * READ_CHUNK / 4..(chunk + 1) * READ_CHUNK / 4];
@@ -156,7 +156,7 @@ const VECTOR_BYTES: usize = 4 * LANES;
 /// 10^9 operations a second of [`FMA_CHAINS`] chains of [`CHAIN_ROUNDS`] instructions, of which each multiplies and adds
 /// `pairs` pairs.
 fn chains_gops<K: Kernel<Output = f32> + Sync>(threads: usize, pairs: usize, kernel: K) -> f64 {
-    let (pool, isa) = (ThreadPool::new(threads.max(1), None), Isa::detect());
+    let (pool, isa) = (ThreadPool::new(threads.max(1)), Isa::detect());
     let chunks = threads.max(1) * 8;
     let best = best_of(|| {
         pool.run(chunks, &|_, _| {

@@ -188,6 +188,7 @@ impl Engine {
             weights: flags.weights.mode(&flags.device).map_err(&flag_error)?,
             dummy_weights,
             threads,
+            placement: None,
             memory_budget_bytes,
             memory_budget_origin,
             num_pages: flags.memory.num_pages,

@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::pull;
 use crate::serve::memory::available_bytes;
 use lockstep_backend::Backend;
+use lockstep_backend::cpu::numa::Nodes;
 use lockstep_backend::cpu::{CpuBackend, CpuOptions, probe};
 use rustix::process::{Resource, getrlimit};
 use std::path::Path;
@@ -19,6 +20,7 @@ pub(super) fn machine() -> Section {
     section.line("lockstep", format!("{} for {}", env!("CARGO_PKG_VERSION"), std::env::consts::ARCH));
     section.line("processor", processor());
     section.line("memory", memory());
+    section.line("NUMA nodes", Nodes::of_this_machine().to_string());
     section.line("open files", open_files());
     section.line("cache", cache(&pull::cache_dir(None)));
     for (name, value) in std::env::vars_os() {

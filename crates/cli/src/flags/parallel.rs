@@ -42,9 +42,14 @@ pub struct ParallelFlags {
     #[arg(long, default_value_t = 0)]
     pub num_tokenizer: usize,
 
-    /// Threads of each rank [default: cores / ranks, at least 1].
+    /// Threads of each rank [default: cores / ranks, or of its NUMA node / ranks there, at least 1].
     #[arg(long)]
     pub threads: Option<usize>,
+
+    /// NUMA nodes of this host's ranks, on CPUs: auto gives every node of several equally many ranks, which keep to its cores
+    /// and memory; off leaves them to the system; 0,1 names the node of each rank.
+    #[arg(long, value_name = "NODES", default_value = "auto", allow_hyphen_values = true)]
+    pub numa: String,
 
     /// Seconds a rank waits for another in a collective before the server stops.
     #[arg(long, default_value_t = 30.0)]
@@ -98,10 +103,10 @@ impl ParallelFlags {
         Replication { replicas: self.replicas(), requests_open_max, policy, load_bound }
     }
 
-    /// Threads of each of `ranks` ranks on a machine with `cores`.
-    pub fn threads(&self, cores: usize, ranks: usize) -> Result<usize> {
+    /// Threads of each rank, where `default` is what suits the machine.
+    pub fn threads(&self, default: usize) -> Result<usize> {
         match self.threads {
-            None => Ok((cores / ranks).max(1)),
+            None => Ok(default),
             Some(n) if (1..=THREADS_MAX).contains(&n) => Ok(n),
             Some(n) => bail!("--threads {n} is outside 1..={THREADS_MAX}"),
         }

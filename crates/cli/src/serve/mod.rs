@@ -53,6 +53,9 @@ fn serve(flags: &ServeFlags, stderr: &StderrSink) -> Result<()> {
     tracing::debug!("file descriptor limit {limit:?}");
     let plan = ServePlan::new(flags, limit.now)?;
     tracing::info!("{}", plan.summary());
+    if let Some(words) = plan.placements_in_words() {
+        tracing::info!("{words}");
+    }
     if let Some(order) = plan.rank_order() {
         tracing::info!("{order}");
     }

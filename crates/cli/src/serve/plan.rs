@@ -11,6 +11,7 @@ use crate::logging::LogSettings;
 use crate::pull;
 use lockstep_api::engine::Replication;
 use lockstep_api::{ApiKeys, OtlpEndpoint};
+use lockstep_backend::cpu::numa::{self, Nodes, NumaChoice, Placement};
 use lockstep_core::{ExitCode, HostMap, ModelConfig, StageLayers, TokenId, Topology, shard};
 use lockstep_engine::{Batching, DeviceConfig, DummySpec};
 use lockstep_launch::{Layout, Process};
@@ -50,6 +51,8 @@ pub struct ServePlan {
     pub hosts: Option<SeveralHosts>,
     /// Threads of each rank.
     pub threads: usize,
+    /// The NUMA node of each rank of this host; `None` where they are not placed.
+    pub placements: Option<Vec<Placement>>,
     /// What ranks compute on.
     pub device: DeviceConfig,
     /// Conversion of weights, if asked for.
@@ -120,8 +123,10 @@ impl ServePlan {
                 model.vocab_size
             );
         }
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let device = device(flags, tp).map_err(CliError::with(ExitCode::Flags))?;
+        let placements = placements(flags, &device, ranks).map_err(CliError::with(ExitCode::Flags))?;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = placements.as_deref().map_or((cores / ranks).max(1), numa::threads_of);
         let batching = flags.batching.batching(&device);
         // Requests that run and requests that wait: those beyond are refused before they are tokenized.
         let requests_open_max = batching.running_max.saturating_add(batching.waiting_max);
@@ -137,7 +142,8 @@ impl ServePlan {
             layout: Layout { topology, num_tokenizer: flags.parallel.num_tokenizer },
             stages,
             replication: flags.parallel.replication(batching.running_max, requests_open_max),
-            threads: flags.parallel.threads(cores, ranks).map_err(CliError::with(ExitCode::Flags))?,
+            threads: flags.parallel.threads(threads).map_err(CliError::with(ExitCode::Flags))?,
+            placements,
             batching,
             device,
             weights: flags
@@ -204,6 +210,18 @@ impl ServePlan {
         numbered.filter(|(rank, _)| rank.map_or(self.has_api(), |rank| ranks.contains(&rank))).collect()
     }
 
+    /// The NUMA node of a rank of this host.
+    pub fn placement(&self, rank: usize) -> Option<&Placement> {
+        self.placements.as_ref()?.get(self.host_map().local_rank(rank))
+    }
+
+    /// Which rank of this host is on which NUMA node, where they are placed.
+    pub fn placements_in_words(&self) -> Option<String> {
+        let words = self.placements.as_ref()?.iter().enumerate();
+        let words = words.map(|(rank, placement)| format!("rank {rank} on {}", placement.describe()));
+        Some(format!("NUMA, ranks of this host: {}", words.collect::<Vec<_>>().join(", ")))
+    }
+
     /// Which rank stands where, where there is more than one axis.
     pub fn rank_order(&self) -> Option<String> {
         let topology = self.layout.topology;
@@ -262,6 +280,30 @@ fn device(flags: &ServeFlags, tp: usize) -> anyhow::Result<DeviceConfig> {
     let topology =
         Topology { tp_size: tp, pp_size: flags.parallel.stages(), dp_size: flags.parallel.replicas() };
     flags.gpus.device(&flags.model.device, flags.memory.memory_ratio, &topology)
+}
+
+/// The NUMA nodes of this host's ranks.
+fn placements(
+    flags: &ServeFlags,
+    device: &DeviceConfig,
+    ranks: usize,
+) -> anyhow::Result<Option<Vec<Placement>>> {
+    let choice: NumaChoice = flags.parallel.numa.parse()?;
+    if *device != DeviceConfig::Cpu {
+        if matches!(choice, NumaChoice::Nodes(_)) {
+            anyhow::bail!("--numa {} is for --device cpu; leave it out on GPUs", flags.parallel.numa);
+        }
+        return Ok(None);
+    }
+    let nodes = Nodes::of_this_machine();
+    let placed = nodes.place(&choice, ranks)?;
+    let usable = nodes.iter().filter(|node| node.is_usable()).count();
+    if placed.is_none() && choice == NumaChoice::Auto && usable > 1 {
+        tracing::info!(
+            "{usable} NUMA nodes and {ranks} ranks: ranks are not kept to nodes; --tp or --dp {usable} would give each node one"
+        );
+    }
+    Ok(placed)
 }
 
 fn check_flags(flags: &ServeFlags) -> anyhow::Result<()> {

@@ -271,6 +271,7 @@ fn rank_config(
         device: plan.device.of_rank(&plan.layout.topology, parallel.rank()),
         dummy_weights: plan.dummy_weights.clone(),
         threads: plan.threads,
+        placement: plan.placement(parallel.rank()).cloned(),
         memory_budget_bytes: plan.rank_budget_bytes,
         memory_budget_origin: plan.budget_origin.clone(),
         num_pages: plan.num_pages[parallel.replica_rank()],

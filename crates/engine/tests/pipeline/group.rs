@@ -167,6 +167,7 @@ fn rank_config(setup: &Setup, parallel: ParallelInfo, stage: StageLayers) -> Ran
             reserve_percent: 0,
             request_timeout_ms: None,
         },
+        placement: None,
         collective_timeout_ms: 30_000,
         flight_dir: None,
         links: RankLinks {

@@ -83,7 +83,7 @@ fn assert_gated(
 }
 
 fn backend(isa: Isa, threads: usize) -> CpuBackend {
-    CpuBackend::new(CpuOptions { threads, isa: Some(isa), cores: None }).unwrap()
+    CpuBackend::new(CpuOptions { threads, isa: Some(isa), placement: None }).unwrap()
 }
 
 /// Every instruction set with one to three threads.
