@@ -23,6 +23,8 @@ pub struct RankConfig {
     pub eos_tokens: Vec<TokenId>,
     /// `--dtype`, `--cpu-exact`, `--quantize`: the form of weights in memory.
     pub weights: WeightMode,
+    /// `--packed-cache`.
+    pub packed_cache: PackedCacheMode,
     /// `--device`.
     pub device: DeviceConfig,
     /// `--dummy-weights`: made-up weights instead of the model's files.
@@ -50,6 +52,18 @@ pub struct RankConfig {
     pub links: RankLinks,
     /// Where ranks are on several hosts (`--nnodes`).
     pub hosts: Option<RankHosts>,
+}
+
+/// Whether packed weights are kept on disk for later starts, and in which folder.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PackedCacheMode {
+    /// Never.
+    #[default]
+    Off,
+    /// Where making them takes much longer than reading them.
+    Auto(PathBuf),
+    /// Always.
+    Always(PathBuf),
 }
 
 /// How a rank joins those of other hosts.

@@ -51,7 +51,7 @@ pub mod stage_times;
 pub mod start;
 mod timing;
 
-pub use config::{Batching, DeviceConfig, DummySpec, RankConfig};
+pub use config::{Batching, DeviceConfig, DummySpec, PackedCacheMode, RankConfig};
 pub use gpu::GpuPlan;
 pub use rank_loop::RankLoop;
 

@@ -4,7 +4,7 @@
 //! the wait has no deadline, because the launcher watches every process for death and aborts the
 //! group through its shared memory.
 
-use crate::config::{DeviceConfig, RankConfig};
+use crate::config::{DeviceConfig, PackedCacheMode, RankConfig};
 use crate::control::{Follower, Primary};
 use crate::exchange::TokenSource;
 use crate::flight::{self, FlightError};
@@ -22,7 +22,8 @@ use lockstep_comm::watch::Mark;
 use lockstep_core::shard::{self, HeadShard};
 use lockstep_core::{DType, ModelConfig};
 use lockstep_model::{
-    Decoder, DummyWeights, Loader, ModelError, ModelRules, Progress, WeightSource, Workspace,
+    CacheKey, Decoder, DummyWeights, Loader, ModelError, ModelRules, PackedCache, Progress, WeightSource,
+    Workspace, packed_cache,
 };
 use lockstep_scheduler::{CachePolicy, QueueOrder, Scheduler, SchedulerConfig, StepOrder};
 use lockstep_weights::ModelFiles;
@@ -184,9 +185,18 @@ fn load<B: Backend>(
         expected.workspace_bytes += B::pipeline_bytes(parallel.pp_size, tokens_max, hidden, dtype);
     }
     memory::check_before_loading(&memory::allowance(config, &parallel.label()), expected)?;
-    let loader = Loader::new(source, &backend, parallel, config.weights, on_progress).of_stage(stage);
+    let cache = open_cache::<B>(config, source, expected.weight_bytes);
+    let loader = Loader::new(source, &backend, parallel, config.weights, on_progress);
+    let loader = loader.of_stage(stage).with_cache(cache);
     let decoder = Decoder::load(&loader, context_max)?;
     let weight_bytes = loader.packed_bytes() as usize;
+    if let Some(cache) = loader.take_cache() {
+        if cache.reads() {
+            tracing::info!("weights came packed from {}", cache.file().display());
+        }
+        // Written beside the serving; the process's end may cut it short, and nothing stays then.
+        drop(cache.finish());
+    }
     if parallel.is_primary()
         && let Some(report) = ModelRules::new(model).unused_report(source)
     {
@@ -194,6 +204,43 @@ fn load<B: Backend>(
     }
     let work = Workspace::new(&backend, model, parallel, tokens_max, rows_max)?;
     Ok(Loaded { decoder, work, tokens_max, weight_bytes, expected, backend })
+}
+
+/// The rank's packed weights on disk, where they are wanted and worth it.
+fn open_cache<B: Backend>(
+    config: &RankConfig,
+    source: &dyn WeightSource,
+    weight_bytes: usize,
+) -> Option<PackedCache> {
+    let (version, mode) = (B::PACKED_VERSION?, config.weights);
+    let folder = match &config.packed_cache {
+        PackedCacheMode::Off => return None,
+        PackedCacheMode::Auto(folder) => {
+            packed_cache::pays(source, mode, weight_bytes).then(|| folder.clone())?
+        }
+        PackedCacheMode::Always(folder) => folder.clone(),
+    };
+    let (place, stage) = (config.parallel, config.stage);
+    let model = config.model.file_stem().unwrap_or_default().to_string_lossy();
+    let safe = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
+    let key = CacheKey {
+        folder,
+        name: format!(
+            "{}-tp{}of{}",
+            model.chars().map(safe).collect::<String>(),
+            place.tp_rank,
+            place.tp_size
+        ),
+        description: format!(
+            "{}tp rank {} of {}, layers {:?} of {}, weights {mode:?}",
+            source.identity()?,
+            place.tp_rank,
+            place.tp_size,
+            stage.range(),
+            stage.of
+        ),
+    };
+    Some(PackedCache::open(key, version))
 }
 
 impl<B: Backend> Loaded<B> {

@@ -7,6 +7,7 @@
 //! | [`rules`] | the layers' rules put together: every weight and how it is cut |
 //! | [`source`], [`dummy`] | where weights come from: files, or a seed |
 //! | [`loader`], `bands` | reads a rank's slices into packed weights, each exactly once; reading runs ahead of packing |
+//! | [`packed_cache`] | packed weights on disk, for the next start |
 //! | [`bytes`] | what a rank's weights take, from the rules alone |
 //! | [`decoder`] | the decoder-only transformer that all families share |
 //!
@@ -20,6 +21,7 @@ pub mod dummy;
 pub mod families;
 pub mod layers;
 pub mod loader;
+pub mod packed_cache;
 pub mod rules;
 pub mod source;
 
@@ -27,6 +29,7 @@ pub use bytes::ShardBytes;
 pub use decoder::{Decoder, Observer, Workspace};
 pub use dummy::DummyWeights;
 pub use loader::{Loader, Progress};
+pub use packed_cache::{CacheKey, PackedCache};
 pub use rules::ModelRules;
 pub use source::{WeightSource, has_codes, weight_types};
 

@@ -6,6 +6,7 @@
 //! one that nobody asked for is an error at the end ([`Loader::check_complete`]).
 
 use crate::bands::{BandReader, Slice};
+use crate::packed_cache::PackedCache;
 use crate::rules::{ModelRules, check_rule};
 use crate::source::{WeightSource, weight_types};
 use crate::{ModelError, Result};
@@ -31,6 +32,7 @@ pub struct Loader<'a, B: Backend> {
     exact_tp_sizes: Vec<usize>,
     progress: Progress<'a>,
     bands: BandReader<'a>,
+    cache: RefCell<Option<PackedCache>>,
     state: RefCell<State>,
 }
 
@@ -52,8 +54,19 @@ impl<'a, B: Backend> Loader<'a, B> {
     ) -> Self {
         let bands = BandReader::new(source, mode);
         let exact_tp_sizes = shard::exact_tp_sizes(source.config());
-        let (stage, state) = (StageLayers::whole(source.config().num_layers), RefCell::default());
-        Self { source, backend, parallel, stage, mode, exact_tp_sizes, progress, bands, state }
+        let stage = StageLayers::whole(source.config().num_layers);
+        let (cache, state) = (RefCell::default(), RefCell::default());
+        Self { source, backend, parallel, stage, mode, exact_tp_sizes, progress, bands, cache, state }
+    }
+
+    /// The same, with matrices from `cache` where it has them. It must be of this source, rank, stage and form of weights.
+    pub fn with_cache(self, cache: Option<PackedCache>) -> Self {
+        Self { cache: RefCell::new(cache), ..self }
+    }
+
+    /// The cache, after all is loaded: to be [finished](PackedCache::finish).
+    pub fn take_cache(&self) -> Option<PackedCache> {
+        self.cache.borrow_mut().take()
     }
 
     /// The same for one pipeline stage: only its tensors are read.
@@ -145,12 +158,30 @@ impl<'a, B: Backend> Loader<'a, B> {
     pub fn matrices(&self, rules: &[&WeightRule]) -> Result<Vec<B::Linear>> {
         let mut slices = Vec::new();
         let specs = rules.iter().enumerate().map(|(matrix, rule)| self.slice(rule, matrix, &mut slices));
-        let mut linears = self.backend.linears(&specs.collect::<Result<Vec<_>>>()?)?;
-        let read_bytes = self.bands.pack(self.backend, &mut linears, &slices)?;
-        let expected: usize = slices.iter().map(Slice::bytes).sum();
-        assert_eq!(read_bytes, expected, "invariant: a source gives every element that the rules name");
+        let specs = specs.collect::<Result<Vec<_>>>()?;
+        let linears = match self.cache.borrow_mut().as_mut() {
+            None => self.pack(&specs, &slices)?,
+            Some(cache) => {
+                let sources: Vec<String> = (0..specs.len()).map(|matrix| sources(&slices, matrix)).collect();
+                let linears = match cache.fill(self.backend, &specs, &sources)? {
+                    Some(linears) => linears,
+                    None => self.pack(&specs, &slices)?,
+                };
+                cache.note(self.backend, &linears, &specs, &sources);
+                linears
+            }
+        };
         self.state.borrow_mut().packed_bytes += slices.iter().map(Slice::packed_bytes).sum::<usize>() as u64;
         slices.iter().for_each(|slice| self.source.release(slice.tensor));
+        Ok(linears)
+    }
+
+    /// Reads and packs matrices.
+    fn pack(&self, specs: &[LinearSpec], slices: &[Slice<'_>]) -> Result<Vec<B::Linear>> {
+        let mut linears = self.backend.linears(specs)?;
+        let read_bytes = self.bands.pack(self.backend, &mut linears, slices)?;
+        let expected: usize = slices.iter().map(Slice::bytes).sum();
+        assert_eq!(read_bytes, expected, "invariant: a source gives every element that the rules name");
         Ok(linears)
     }
 
@@ -185,6 +216,13 @@ impl<'a, B: Backend> Loader<'a, B> {
             false => Err(ModelError::FilledTwice { tensor: piece.tensor.clone() }),
         }
     }
+}
+
+/// What the matrix with this number is made from, in words.
+fn sources(slices: &[Slice<'_>], matrix: usize) -> String {
+    let of_matrix = slices.iter().filter(|slice| slice.matrix == matrix);
+    let words = |slice: &Slice<'_>| format!("{} {:?} x {:?}", slice.tensor, slice.rows, slice.columns);
+    of_matrix.map(words).collect::<Vec<_>>().join(", ")
 }
 
 /// What tells one parameter from another.

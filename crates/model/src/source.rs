@@ -48,6 +48,11 @@ pub trait WeightSource: Sync {
     }
     /// Elements `range` of a vector.
     fn read_vector(&self, tensor: &str, range: Range<usize>) -> Result<Vec<f32>>;
+    /// What tells these weights from all others, in words, one fact a line; `None` where they are not worth keeping in
+    /// another form. Reads little of them.
+    fn identity(&self) -> Option<String> {
+        None
+    }
     /// Nobody will read the tensor again.
     fn release(&self, tensor: &str);
     /// One sentence about what the source holds beside the tensors in `used`.
@@ -136,6 +141,16 @@ impl WeightSource for ModelFiles {
 
     fn read_vector(&self, tensor: &str, range: Range<usize>) -> Result<Vec<f32>> {
         Ok(ModelFiles::read_vector(self, &stored_name(self, tensor), range)?)
+    }
+
+    fn identity(&self) -> Option<String> {
+        match ModelFiles::identity(self) {
+            Ok(identity) => Some(identity),
+            Err(error) => {
+                tracing::warn!("packed weights are not kept: {error}");
+                None
+            }
+        }
     }
 
     fn release(&self, tensor: &str) {

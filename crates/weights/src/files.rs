@@ -224,6 +224,11 @@ impl ModelFiles {
             .ok_or_else(|| WeightsError::MissingTensor { name: name.into(), searched: self.searched() })
     }
 
+    /// Every file with tensors.
+    pub(crate) fn files(&self) -> impl Iterator<Item = &MappedFile> {
+        self.opened.files.iter().map(|file| &**file)
+    }
+
     pub(crate) fn file_of(&self, tensor: &Tensor) -> &MappedFile {
         &self.opened.files[tensor.data.file]
     }

@@ -26,6 +26,7 @@ mod generation;
 pub mod gguf;
 mod grouped;
 mod hf;
+mod identity;
 mod locate;
 mod mapped;
 mod read;

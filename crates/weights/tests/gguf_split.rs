@@ -36,6 +36,28 @@ fn error(path: &Path) -> String {
 }
 
 #[test]
+fn the_identity_is_that_of_all_parts() {
+    let folder = Folder::new();
+    let paths = write(&folder, &parts());
+    let identity = |path: &Path| ModelFiles::open(path).unwrap().identity().unwrap();
+    let first = identity(&paths[0]);
+    assert_eq!((identity(&paths[2]), first.lines().count()), (first.clone(), 4), "{first}");
+    let time = std::fs::metadata(&paths[1]).unwrap().modified().unwrap();
+    let touch =
+        |time| std::fs::File::options().write(true).open(&paths[1]).unwrap().set_modified(time).unwrap();
+    touch(time + std::time::Duration::from_secs(1));
+    assert_ne!(identity(&paths[0]), first, "another time");
+    touch(time);
+    assert_eq!(identity(&paths[0]), first);
+    // The same size and time, other content.
+    let mut bytes = std::fs::read(&paths[1]).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&paths[1], bytes).unwrap();
+    touch(time);
+    assert_ne!(identity(&paths[0]), first, "other content");
+}
+
+#[test]
 fn any_part_or_the_folder_opens_the_whole() {
     let folder = Folder::new();
     let mut paths = write(&folder, &parts());

@@ -17,7 +17,7 @@ use lockstep_core::{ExitCode, ModelConfig, ParallelInfo, RequestId, SamplingPara
 use lockstep_engine::links::RankLinks;
 use lockstep_engine::offline::{self, OfflineLink, OfflineReport, OfflineSet};
 use lockstep_engine::start::{self, Groups};
-use lockstep_engine::{DummySpec, EngineError, RankConfig};
+use lockstep_engine::{DummySpec, EngineError, PackedCacheMode, RankConfig};
 use lockstep_wire::{SubmitRequest, TextParams};
 use std::path::Path;
 use std::sync::mpsc;
@@ -186,6 +186,7 @@ impl Engine {
             model: path,
             eos_tokens: model.eos_tokens.clone(),
             weights: flags.weights.mode(&flags.device).map_err(&flag_error)?,
+            packed_cache: PackedCacheMode::Off,
             dummy_weights,
             threads,
             placement: None,

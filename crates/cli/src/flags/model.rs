@@ -1,8 +1,10 @@
 //! Which model, and how its weights are kept.
 
+use crate::pull::cache_dir;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use lockstep_core::{DType, QuantizeFormat, WeightMode};
+use lockstep_engine::PackedCacheMode;
 use std::path::PathBuf;
 
 /// Model flags of `lockstep serve`.
@@ -19,6 +21,10 @@ pub struct ModelFlags {
     /// Form of weights.
     #[command(flatten)]
     pub weights: WeightFlags,
+
+    /// Keep weights on disk as they lie in memory, for later starts: auto (where that saves time), off, or a folder.
+    #[arg(long, default_value = "auto", value_name = "auto|off|DIR")]
+    pub packed_cache: String,
 
     /// Device: auto (cpu), cpu, or cuda.
     #[arg(long, default_value = "auto")]
@@ -110,6 +116,19 @@ impl DtypeFlag {
 }
 
 impl ModelFlags {
+    /// Whether packed weights are kept, and where.
+    pub fn packed_cache(&self) -> Result<PackedCacheMode> {
+        Ok(match self.packed_cache.as_str() {
+            "auto" => PackedCacheMode::Auto(cache_dir(self.cache_dir.clone()).join("packed")),
+            "off" => PackedCacheMode::Off,
+            "" => bail!("--packed-cache is empty; give auto, off, or a folder"),
+            _ if self.device == "cuda" => {
+                bail!("--packed-cache with a folder is for CPUs; leave it out with --device cuda")
+            }
+            folder => PackedCacheMode::Always(folder.into()),
+        })
+    }
+
     /// Whether the model's own sampling defaults count.
     pub fn uses_generation_config(&self) -> Result<bool> {
         match self.generation_config.as_str() {

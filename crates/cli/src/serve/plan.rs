@@ -13,7 +13,7 @@ use lockstep_api::engine::Replication;
 use lockstep_api::{ApiKeys, OtlpEndpoint};
 use lockstep_backend::cpu::numa::{self, Nodes, NumaChoice, Placement};
 use lockstep_core::{ExitCode, HostMap, ModelConfig, StageLayers, TokenId, Topology, shard};
-use lockstep_engine::{Batching, DeviceConfig, DummySpec};
+use lockstep_engine::{Batching, DeviceConfig, DummySpec, PackedCacheMode};
 use lockstep_launch::{Layout, Process};
 use lockstep_weights::GenerationDefaults;
 use std::net::SocketAddr;
@@ -37,6 +37,8 @@ pub struct ServePlan {
     pub eos_tokens: Vec<TokenId>,
     /// Sampling values of generation_config.json.
     pub generation: GenerationDefaults,
+    /// `--packed-cache`.
+    pub packed_cache: PackedCacheMode,
     /// `--dummy-weights`.
     pub dummy_weights: Option<DummySpec>,
     /// `--allow-imbalance`.
@@ -137,6 +139,7 @@ impl ServePlan {
             chat_template: flags.model.chat_template.clone(),
             eos_tokens,
             generation: described.generation,
+            packed_cache: flags.model.packed_cache().map_err(CliError::with(ExitCode::Flags))?,
             dummy_weights: described.dummy,
             allow_imbalance: flags.memory.allow_imbalance,
             layout: Layout { topology, num_tokenizer: flags.parallel.num_tokenizer },
@@ -311,6 +314,7 @@ fn check_flags(flags: &ServeFlags) -> anyhow::Result<()> {
     // What is wrong with --tp itself is said with the sizes that the model takes.
     device(flags, usize::try_from(flags.parallel.tp).unwrap_or(1).max(1))?;
     flags.model.weights.mode(&flags.model.device)?;
+    flags.model.packed_cache()?;
     flags.model.check_chat_template()?;
     flags.model.check_served_name()?;
     flags.server.check_grace()?;

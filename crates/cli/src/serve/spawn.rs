@@ -269,6 +269,7 @@ fn rank_config(
         eos_tokens: plan.eos_tokens.clone(),
         weights: plan.weights,
         device: plan.device.of_rank(&plan.layout.topology, parallel.rank()),
+        packed_cache: plan.packed_cache.clone(),
         dummy_weights: plan.dummy_weights.clone(),
         threads: plan.threads,
         placement: plan.placement(parallel.rank()).cloned(),

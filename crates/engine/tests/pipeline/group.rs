@@ -147,6 +147,7 @@ fn rank_config(setup: &Setup, parallel: ParallelInfo, stage: StageLayers) -> Ran
         eos_tokens: vec![EOS],
         weights: WeightMode::AsStored,
         device: DeviceConfig::Cpu,
+        packed_cache: lockstep_engine::PackedCacheMode::Off,
         dummy_weights: Some(DummySpec { config: model(), dtype: DType::F32, seed: 7 }),
         threads: 1,
         memory_budget_bytes: 1 << 30,
