@@ -22,8 +22,8 @@ use crate::source::WeightSource;
 use file::PackedFile;
 use folder::Folder;
 use lockstep_backend::{Backend, LinearSpec, PackedBytes};
+use lockstep_core::WeightMode;
 use lockstep_core::shard::Group;
-use lockstep_core::{QuantizeFormat, WeightMode};
 use std::path::PathBuf;
 use std::thread::{Builder, JoinHandle};
 
@@ -146,9 +146,9 @@ impl PackedCache {
 }
 
 /// Whether reading a rank's packed weights, `bytes` of them, saves much of the time that making them takes: where floats
-/// become codes whose factors are searched. Everything else is packed about as fast as files are read.
+/// become codes, which took 20 times as long. Everything else is packed about as fast as files are read.
 pub fn pays(source: &dyn WeightSource, mode: WeightMode, bytes: usize) -> bool {
-    let WeightMode::Quantize(QuantizeFormat::Q4K) = mode else { return false };
+    let WeightMode::Quantize(_) = mode else { return false };
     let rules = ModelRules::new(source.config());
     let is_float = |tensor: &str| source.stored_type(tensor).is_some_and(|stored| stored.codes.is_none());
     let quantised = rules
