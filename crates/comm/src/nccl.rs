@@ -133,9 +133,34 @@ fn check(code: c_int, rank: usize, operation: &'static str) -> Result<()> {
     match code {
         0 => Ok(()),
         code => {
-            let problem = format!("NCCL error {code}; NCCL_DEBUG=WARN says more");
-            Err(CollectiveError::Invalid { rank, operation, problem })
+            let left = rustix::fs::statvfs("/dev/shm").ok().map(|disk| disk.f_bavail * disk.f_frsize);
+            Err(CollectiveError::Invalid { rank, operation, problem: problem_of(code, left) })
         }
+    }
+}
+
+/// Room in `/dev/shm` below which it is a likely cause: two ranks took 20 to 30 MiB.
+const SHARED_MEMORY_MIN: u64 = 64 << 20;
+
+/// NCCL's result codes in words, and what is likely behind one, which NCCL itself says in its log at most. `left` is the
+/// room in `/dev/shm`, in bytes.
+fn problem_of(code: c_int, left: Option<u64>) -> String {
+    let words = match code {
+        1 => "an error of CUDA",
+        2 => "an error of the system",
+        3 => "an internal error",
+        4 => "an invalid argument",
+        5 => "an invalid use, such as two ranks on one GPU",
+        6 => "an error of another rank",
+        _ => "a result that this version does not know",
+    };
+    match left.filter(|&left| code == 2 && left < SHARED_MEMORY_MIN) {
+        Some(left) => format!(
+            "NCCL error {code} ({words}): /dev/shm has only {} KiB left, where NCCL keeps buffers; give it 1 GiB \
+             (docker run --shm-size=1g)",
+            left >> 10
+        ),
+        None => format!("NCCL error {code} ({words}); NCCL_DEBUG=WARN says more"),
     }
 }
 
@@ -217,5 +242,20 @@ impl Collective for NcclCollective {
         // SAFETY: the caller's promise.
         let code = unsafe { (self.api.recv)(data, count, kind, peer as c_int, communicator, stream.0) };
         self.check(code, "receive")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::problem_of;
+
+    #[test]
+    fn a_full_dev_shm_is_named_where_it_can_be_the_cause() {
+        let full = problem_of(2, Some(1 << 20));
+        assert!(full.contains("/dev/shm has only 1024 KiB left") && full.contains("--shm-size"), "{full}");
+        for (code, left) in [(2, Some(1 << 30)), (2, None), (5, Some(0))] {
+            let other = problem_of(code, left);
+            assert!(!other.contains("/dev/shm") && other.contains("NCCL_DEBUG"), "{code}, {left:?}: {other}");
+        }
     }
 }

@@ -97,7 +97,10 @@ impl EngineError {
     /// The exit code of a scheduler process that ends with this error.
     pub fn exit_code(&self) -> ExitCode {
         match self {
-            EngineError::Model(ModelError::Config(_)) => ExitCode::Flags,
+            // A GPU that is not there, a model that the device does not take: other flags are needed.
+            EngineError::Model(ModelError::Config(_))
+            | EngineError::Backend(BackendError::Unsupported(_))
+            | EngineError::Model(ModelError::Backend(BackendError::Unsupported(_))) => ExitCode::Flags,
             EngineError::Model(ModelError::Weights(_)) | EngineError::Weights(_) => ExitCode::ModelFiles,
             EngineError::Memory(_)
             | EngineError::Backend(BackendError::OutOfMemory { .. })

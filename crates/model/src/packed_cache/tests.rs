@@ -4,7 +4,7 @@ use super::folder::Folder;
 use super::*;
 use crate::{DummyWeights, Loader};
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
-use lockstep_core::{DType, ParallelInfo};
+use lockstep_core::{DType, ParallelInfo, QuantizeFormat};
 use lockstep_testkit::TempDir;
 use std::fs;
 use std::path::Path;
