@@ -392,6 +392,11 @@ fn about_the_server() -> Value {
     let opens = list(open.clone());
     let process = json!({"name": text(), "pid": count(), "role": text(), "rank": or_null(count())});
     let process = object(process, json!({}));
+    let number = json!({"type": "number"});
+    let stage = json!({
+        "rank": count(), "label": text(), "computed_seconds": number, "work_seconds": number, "bubble": number,
+    });
+    let stage = object(stage, json!({}));
     let model = json!({
         "id": of("ServedModel"), "object": {"const": "model"}, "created": count(), "owned_by": text(),
         "max_model_len": {"type": "integer", "minimum": 1,
@@ -413,8 +418,7 @@ fn about_the_server() -> Value {
         "ServerInfo": object(
             json!({
                 "version": text(), "model": of("ServedModel"), "topology": open, "engine": open,
-                "replicas": opens, "api": open,
-                "processes": list(process),
+                "stages": list(stage), "replicas": opens, "api": open, "processes": list(process),
             }),
             json!({}),
         ),
