@@ -22,15 +22,19 @@ const GELU_SLOPE: f32 = 1.595_769;
 /// Weight of the cube in the tanh form of GELU.
 const GELU_CUBE: f32 = 0.044_715;
 
-/// `out = act(gate) * up * factor` of one row.
+/// `out = act(gate) * up * factor` of some rows, which lie one after the other in `gate` and in `up`.
 #[derive(Clone, Copy)]
-pub(super) struct GatedRow {
+pub(super) struct Gated {
     pub activation: Activation,
     pub gate: *const f32,
     pub up: *const f32,
     /// May be `gate` itself.
     pub out: *mut f32,
+    /// Elements of a row.
     pub len: usize,
+    pub rows: usize,
+    /// Elements from one row of `out` to the next.
+    pub out_stride: usize,
     pub factor: f32,
 }
 
@@ -53,55 +57,28 @@ unsafe fn activate<S: Simd>(activation: Activation, gate: S::V) -> S::V {
     }
 }
 
-/// `out = act(gate) * up` of some rows of whole vectors, which lie one after the other in `gate` and in `up`.
-#[derive(Clone, Copy)]
-pub(super) struct GatedRows {
-    pub activation: Activation,
-    pub gate: *const f32,
-    pub up: *const f32,
-    /// Elements of a row, a multiple of 16.
-    pub width: usize,
-    pub rows: usize,
-    pub out: *mut f32,
-    pub out_stride: usize,
-}
-
-impl Kernel for GatedRows {
+impl Kernel for Gated {
     type Output = ();
 
     /// # Safety
-    /// All are valid for `width` elements of `rows` rows and do not overlap.
+    /// All are valid for `len` elements of `rows` rows; `out` may equal `gate` with the same rows but overlaps nothing
+    /// otherwise.
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         for row in 0..self.rows {
-            for i in (0..self.width).step_by(LANES) {
-                // SAFETY: `row < rows`, `i + 16 <= width`.
+            // SAFETY: `row < rows`.
+            let (gate, up, out) = unsafe {
+                let at = row * self.len;
+                (self.gate.add(at), self.up.add(at), self.out.add(row * self.out_stride))
+            };
+            for i in (0..self.len).step_by(LANES) {
+                // SAFETY: `i < len`.
                 unsafe {
-                    let at = row * self.width + i;
-                    let (gate, up) = (S::load(self.gate.add(at)), S::load(self.up.add(at)));
+                    let gate = load_at::<S>(gate, i, self.len);
+                    let up = load_at::<S>(up, i, self.len);
                     let gated = S::mul(activate::<S>(self.activation, gate), up);
-                    S::store(self.out.add(row * self.out_stride + i), gated);
+                    store_at::<S>(out, i, self.len, S::mul(gated, S::splat(self.factor)));
                 }
-            }
-        }
-    }
-}
-
-impl Kernel for GatedRow {
-    type Output = ();
-
-    /// # Safety
-    /// All are valid for `len` elements; `out` may equal `gate` but overlaps nothing otherwise.
-    #[inline(always)]
-    unsafe fn run<S: Simd>(self) {
-        let factor = self.factor;
-        for i in (0..self.len).step_by(LANES) {
-            // SAFETY: `i < len`.
-            unsafe {
-                let gate = load_at::<S>(self.gate, i, self.len);
-                let up = load_at::<S>(self.up, i, self.len);
-                let gated = S::mul(S::mul(activate::<S>(self.activation, gate), up), S::splat(factor));
-                store_at::<S>(self.out, i, self.len, gated);
             }
         }
     }
@@ -153,7 +130,7 @@ pub(super) fn gated(isa: Isa, pool: &ThreadPool, activation: Activation, x: Rows
         let (gate, up) = x.row(row).split_at(len);
         let (gate, up, out) = (gate.as_ptr(), up.as_ptr(), out.pointer(row, 0));
         // SAFETY: `len` elements of each; row `row` of `out` belongs to this call alone.
-        unsafe { isa.run(GatedRow { activation, gate, up, out, len, factor: 1.0 }) };
+        unsafe { isa.run(Gated { activation, gate, up, out, len, rows: 1, out_stride: len, factor: 1.0 }) };
     });
 }
 

@@ -26,7 +26,7 @@ pub(super) use kernels::{Bf16, F16, F32, HINT_AHEAD_BYTES, Levels, Weight};
 pub(super) use runs::{Run, TREE_LEVELS};
 pub(super) use sums::{SUMS_PANEL_LEN, Sums};
 
-use super::activation::GatedRows;
+use super::activation::Gated;
 use super::codes::{CodeBlocks, CodedRows};
 use super::packed::PackedLinear;
 use super::pool::ThreadPool;
@@ -304,14 +304,15 @@ impl<B: Blocks> Chunk<'_, B> {
             let (rows, out) = (sums.len() / width, op.out.rows_from(first));
             // The last row's place is checked here, the first one's by its own pointer.
             out.pointer(rows - 1, tile * LANES);
-            let gated = GatedRows {
+            let gated = Gated {
                 activation,
                 gate: gates[place(first)..][..sums.len()].as_ptr(),
                 up: sums.as_ptr(),
-                width,
-                rows,
                 out: out.pointer(0, tile * LANES),
+                len: width,
+                rows,
                 out_stride: out.cols,
+                factor: 1.0,
             };
             // SAFETY: `rows` rows of gates and of sums; these columns of these rows of `out` belong to this chunk alone.
             unsafe { op.isa.run(gated) };

@@ -21,7 +21,7 @@ mod coded;
 mod down;
 mod route;
 
-use super::activation::GatedRow;
+use super::activation::Gated;
 use super::codes::{BLOCK_ROWS, CodedInputs};
 use super::matmul::{self, Matmul, PARALLEL_OPS_MIN};
 use super::memory::Arena;
@@ -235,12 +235,14 @@ impl Mixture<'_> {
             let row = unsafe { rows.part(slot, 0, 2 * inner) };
             let (gate, up) = row.split_at_mut(inner);
             let gate = gate.as_mut_ptr();
-            let gated = GatedRow {
+            let gated = Gated {
                 activation: self.activation,
                 gate,
                 up: up.as_ptr(),
                 out: gate,
                 len: inner,
+                rows: 1,
+                out_stride: inner,
                 factor: work.routing.weights[slot],
             };
             // SAFETY: `inner` elements of each, in place.
