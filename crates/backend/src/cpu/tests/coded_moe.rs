@@ -2,11 +2,11 @@
 //! are, with either projection as floats too.
 
 use super::codes::{Matrix, round};
-use super::moe::tree;
-use super::reference::{self, file_bytes, softmax, stored};
-use super::{Random, assert_same, backend, backends, empty, tensor};
+use super::moe::{route, run_mixture, tree};
+use super::reference::{self, file_bytes, stored};
+use super::{Random, assert_same, backend, backends};
 use crate::cpu::{CpuBackend, CpuExperts, Isa, PackedLinear};
-use crate::{Backend, ExpertWeights, LinearSpec, MoeArgs, MoeShape};
+use crate::{Backend, ExpertWeights, LinearSpec, MoeShape};
 use lockstep_core::config::Activation;
 use lockstep_core::shard::leaf_bounds;
 use lockstep_core::{CODE_GROUP, CodeLayout, DType};
@@ -116,41 +116,24 @@ impl Layer {
         rank: usize,
         tp: usize,
     ) -> Vec<f32> {
-        let (experts, rows) = (self.pack(backend, rank, tp), x.len() / self.hidden);
+        let experts = self.pack(backend, rank, tp);
         let shape = MoeShape {
-            rows_max: rows,
+            rows_max: 0,
             num_experts: self.experts.len(),
             experts_per_token: self.per_token,
             local_inner: self.inner / tp,
             hidden: self.hidden,
         };
-        let mut work = backend.moe_workspace(shape).unwrap();
-        let (logits, x) = (tensor(backend, logits, self.experts.len()), tensor(backend, x, self.hidden));
-        let mut out = empty(backend, rows, self.hidden);
-        let args = MoeArgs {
-            router_logits: &logits,
-            experts_per_token: self.per_token,
-            norm_topk_prob: true,
-            activation: Activation::Silu,
-        };
-        backend.moe(args, &experts, &x, rows, (&mut work, &mut out));
-        out.rows(rows).to_vec()
+        run_mixture(backend, &experts, shape, (true, Activation::Silu), (logits, x))
     }
 
     /// The documented formula for one token.
     fn reference(&self, logits: &[f32], x: &[f32]) -> Vec<f32> {
-        let probabilities = softmax(logits);
-        let mut chosen: Vec<usize> = (0..logits.len()).collect();
-        chosen.sort_by(|&a, &b| probabilities[b].total_cmp(&probabilities[a]).then(a.cmp(&b)));
-        chosen.truncate(self.per_token);
-        let total = chosen.iter().fold(0.0f32, |sum, &e| sum + probabilities[e]);
-        chosen.sort_unstable();
         let block = if matches!(self.experts[0][1], Projection::Codes(_)) { CODE_GROUP } else { 1 };
         let leaves = leaf_bounds(self.inner, block, 0, 1);
         let mut sums = vec![vec![0.0f32; self.hidden]; leaves.len() - 1];
-        for e in chosen {
+        for (e, weight) in route(logits, self.per_token, true) {
             let [gate_up, down] = &self.experts[e];
-            let weight = probabilities[e] / total;
             let product = |output: usize| gate_up.add(output, x, 0..self.hidden, 0.0);
             let gated: Vec<f32> = (0..self.inner)
                 .map(|i| reference::gated(Activation::Silu, product(i), product(self.inner + i)) * weight)

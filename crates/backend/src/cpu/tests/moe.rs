@@ -9,6 +9,41 @@ use lockstep_core::DType;
 use lockstep_core::config::Activation;
 use lockstep_core::shard::leaf_bounds;
 
+/// Runs some rows through experts; nothing is written beyond them. `rows_max` of the shape is made here.
+pub(super) fn run_mixture(
+    backend: &mut CpuBackend,
+    experts: &CpuExperts,
+    shape: MoeShape,
+    (norm_topk_prob, activation): (bool, Activation),
+    (logits, x): (&[f32], &[f32]),
+) -> Vec<f32> {
+    let (rows, hidden) = (x.len() / shape.hidden, shape.hidden);
+    let mut work = backend.moe_workspace(MoeShape { rows_max: rows + 1, ..shape }).unwrap();
+    let (logits, x) = (tensor(backend, logits, shape.num_experts), tensor(backend, x, hidden));
+    let mut out = empty(backend, rows, hidden);
+    let args = MoeArgs {
+        router_logits: &logits,
+        experts_per_token: shape.experts_per_token,
+        norm_topk_prob,
+        activation,
+    };
+    backend.moe(args, experts, &x, rows, (&mut work, &mut out));
+    assert!(out.rows(rows + 1)[rows * hidden..].iter().all(|v| v.is_nan()), "wrote beyond the rows");
+    out.rows(rows).to_vec()
+}
+
+/// The chosen experts of a token with their weights, by ascending expert.
+pub(super) fn route(logits: &[f32], per_token: usize, normalise: bool) -> Vec<(usize, f32)> {
+    let probabilities = softmax(logits);
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    order.sort_by(|&a, &b| probabilities[b].total_cmp(&probabilities[a]).then(a.cmp(&b)));
+    order.truncate(per_token);
+    let sum = order.iter().fold(0.0f32, |sum, &e| sum + probabilities[e]);
+    let divisor = if normalise { sum } else { 1.0 };
+    order.sort_unstable();
+    order.into_iter().map(|e| (e, probabilities[e] / divisor)).collect()
+}
+
 /// A layer with random experts, its weights as stored.
 struct Layer {
     hidden: usize,
@@ -68,38 +103,14 @@ impl Layer {
         tp: usize,
     ) -> Vec<f32> {
         let experts = self.pack(backend, rank, tp);
-        let rows = x.len() / self.hidden;
         let shape = MoeShape {
-            rows_max: rows + 1,
+            rows_max: 0,
             num_experts: self.experts.len(),
             experts_per_token: self.per_token,
             local_inner: self.inner / tp,
             hidden: self.hidden,
         };
-        let mut work = backend.moe_workspace(shape).unwrap();
-        let (logits, x) = (tensor(backend, logits, self.experts.len()), tensor(backend, x, self.hidden));
-        let mut out = empty(backend, rows, self.hidden);
-        let args = MoeArgs {
-            router_logits: &logits,
-            experts_per_token: self.per_token,
-            norm_topk_prob: self.normalise,
-            activation: self.activation,
-        };
-        backend.moe(args, &experts, &x, rows, (&mut work, &mut out));
-        assert!(out.rows(rows + 1)[rows * self.hidden..].iter().all(|v| v.is_nan()), "wrote beyond the rows");
-        out.rows(rows).to_vec()
-    }
-
-    /// The chosen experts of a token with their weights, by ascending expert.
-    fn route(&self, logits: &[f32]) -> Vec<(usize, f32)> {
-        let probabilities = softmax(logits);
-        let mut order: Vec<usize> = (0..logits.len()).collect();
-        order.sort_by(|&a, &b| probabilities[b].total_cmp(&probabilities[a]).then(a.cmp(&b)));
-        order.truncate(self.per_token);
-        let sum = order.iter().fold(0.0f32, |sum, &e| sum + probabilities[e]);
-        let divisor = if self.normalise { sum } else { 1.0 };
-        order.sort_unstable();
-        order.into_iter().map(|e| (e, probabilities[e] / divisor)).collect()
+        run_mixture(backend, &experts, shape, (self.normalise, self.activation), (logits, x))
     }
 
     /// The documented formula for one token.
@@ -107,7 +118,7 @@ impl Layer {
         let chain = |w: &[f32]| x.iter().zip(w).fold(0.0f32, |acc, (x, w)| x.mul_add(*w, acc));
         let leaves = leaf_bounds(self.inner, 1, 0, 1);
         let mut sums = vec![vec![0.0f32; self.hidden]; leaves.len() - 1];
-        for (e, weight) in self.route(logits) {
+        for (e, weight) in route(logits, self.per_token, self.normalise) {
             let [gate, up, down] = &self.experts[e];
             let rows = gate.chunks(self.hidden).zip(up.chunks(self.hidden));
             let gated: Vec<f32> =
@@ -125,7 +136,7 @@ impl Layer {
     fn exact(&self, logits: &[f32], x: &[f32]) -> Vec<f64> {
         let max = logits.iter().fold(f64::MIN, |a, &b| a.max(b.into()));
         let exps: Vec<f64> = logits.iter().map(|&l| (f64::from(l) - max).exp()).collect();
-        let chosen = self.route(logits);
+        let chosen = route(logits, self.per_token, self.normalise);
         let total: f64 =
             if self.normalise { chosen.iter().map(|c| exps[c.0]).sum() } else { exps.iter().sum() };
         let dot = |a: &[f32]| a.iter().zip(x).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
