@@ -136,6 +136,31 @@ fn bytes(v: int32x4_t) -> uint8x16_t {
     vreinterpretq_u8_s32(v)
 }
 
+/// The value of an expression for each of the four registers, by number. Not a function of a closure, which the compiler
+/// would not always take in under the features.
+macro_rules! each {
+    ($part:ident => $value:expr) => {
+        [
+            {
+                let $part: usize = 0;
+                $value
+            },
+            {
+                let $part: usize = 1;
+                $value
+            },
+            {
+                let $part: usize = 2;
+                $value
+            },
+            {
+                let $part: usize = 3;
+                $value
+            },
+        ]
+    };
+}
+
 impl<const DOT: u8> Simd for Neon<DOT> {
     type V = [float32x4_t; 4];
     type I = [int32x4_t; 4];
@@ -210,94 +235,55 @@ impl<const DOT: u8> Simd for Neon<DOT> {
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
-        let mut out = a;
-        for part in 0..4 {
-            out[part] = vaddq_f32(a[part], b[part]);
-        }
-        out
+        each!(part => vaddq_f32(a[part], b[part]))
     }
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
-        let mut out = a;
-        for part in 0..4 {
-            out[part] = vsubq_f32(a[part], b[part]);
-        }
-        out
+        each!(part => vsubq_f32(a[part], b[part]))
     }
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
-        let mut out = a;
-        for part in 0..4 {
-            out[part] = vmulq_f32(a[part], b[part]);
-        }
-        out
+        each!(part => vmulq_f32(a[part], b[part]))
     }
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
-        let mut out = a;
-        for part in 0..4 {
-            out[part] = vdivq_f32(a[part], b[part]);
-        }
-        out
+        each!(part => vdivq_f32(a[part], b[part]))
     }
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        let mut out = c;
-        for part in 0..4 {
-            out[part] = vfmaq_f32(c[part], a[part], b[part]);
-        }
-        out
+        each!(part => vfmaq_f32(c[part], a[part], b[part]))
     }
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
-        let mut out = a;
-        for part in 0..4 {
-            out[part] = larger(a[part], b[part]);
-        }
-        out
+        each!(part => larger(a[part], b[part]))
     }
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V {
-        let mut out = a;
-        for part in 0..4 {
-            out[part] = vbslq_f32(vcltq_f32(a[part], b[part]), a[part], b[part]);
-        }
-        out
+        each!(part => vbslq_f32(vcltq_f32(a[part], b[part]), a[part], b[part]))
     }
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn exponent(v: Self::V) -> Self::V {
-        let mut out = v;
-        for part in 0..4 {
+        each!(part => {
             let bits = vshlq_n_s32::<23>(vreinterpretq_s32_f32(v[part]));
-            out[part] = vreinterpretq_f32_s32(vaddq_s32(bits, vdupq_n_s32(126 << 23)));
-        }
-        out
+            vreinterpretq_f32_s32(vaddq_s32(bits, vdupq_n_s32(126 << 23)))
+        })
     }
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn zero_below(v: Self::V, x: Self::V, limit: Self::V) -> Self::V {
-        let mut out = v;
-        for part in 0..4 {
-            let below = vcltq_f32(x[part], limit[part]);
-            out[part] = vbslq_f32(below, vdupq_n_f32(0.0), v[part]);
-        }
-        out
+        each!(part => vbslq_f32(vcltq_f32(x[part], limit[part]), vdupq_n_f32(0.0), v[part]))
     }
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn keep_first(v: Self::V, n: usize, fill: Self::V) -> Self::V {
-        let mut out = v;
-        for part in 0..4 {
-            out[part] = vbslq_f32(mask(part, n), v[part], fill[part]);
-        }
-        out
+        each!(part => vbslq_f32(mask(part, n), v[part], fill[part]))
     }
     #[inline]
     #[target_feature(enable = "neon")]
@@ -386,48 +372,36 @@ impl<const DOT: u8> Simd for Neon<DOT> {
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn field<const RIGHT: i32>(v: Self::I, mask: u8) -> Self::I {
-        let mut out = v;
-        for part in 0..4 {
+        each!(part => {
             let shifted = vshlq_u8(bytes(v[part]), vdupq_n_s8(-RIGHT as i8));
-            out[part] = vreinterpretq_s32_u8(vandq_u8(shifted, vdupq_n_u8(mask)));
-        }
-        out
+            vreinterpretq_s32_u8(vandq_u8(shifted, vdupq_n_u8(mask)))
+        })
     }
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn or(a: Self::I, b: Self::I) -> Self::I {
-        let mut out = a;
-        for part in 0..4 {
-            out[part] = vorrq_s32(a[part], b[part]);
-        }
-        out
+        each!(part => vorrq_s32(a[part], b[part]))
     }
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: Self::I) -> Self::I {
-        let mut out = acc;
-        for part in 0..4 {
+        each!(part => {
             let (codes, x) = (bytes(codes[part]), vreinterpretq_s8_s32(x[part]));
             // SAFETY: the functions that enter with a `DOT` are the only way here, and their callers promised its
             // feature.
-            out[part] = unsafe {
+            unsafe {
                 match (DOT, NARROW) {
                     (MIXED, _) => dot_mixed(acc[part], codes, x),
                     (SIGNED, true) => dot_signed(acc[part], vreinterpretq_s8_u8(codes), x),
                     (SIGNED, false) => dot_offset(acc[part], codes, x),
                     _ => dot_widened(acc[part], codes, x),
                 }
-            };
-        }
-        out
+            }
+        })
     }
     #[inline]
     #[target_feature(enable = "neon")]
     unsafe fn to_f32(v: Self::I) -> Self::V {
-        let mut out = [vdupq_n_f32(0.0); 4];
-        for part in 0..4 {
-            out[part] = vcvtq_f32_s32(v[part]);
-        }
-        out
+        each!(part => vcvtq_f32_s32(v[part]))
     }
 }
