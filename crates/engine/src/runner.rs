@@ -264,14 +264,17 @@ fn sampled(launched: &VecDeque<Launched>, newest: &Launched, step: StepId, index
 
 impl<B: Backend> Runner for ModelRunner<B> {
     fn launch(&mut self, plan: &StepPlan) -> Result<()> {
+        // Only stages of a pipeline are asked how long they computed.
+        if self.model.pipeline.is_none() {
+            let launched = self.queue_step(plan)?;
+            self.launched.push_back(launched);
+            return Ok(());
+        }
         let (from, waited) = (Instant::now(), self.model.waited);
         let mut launched = self.queue_step(plan)?;
         launched.took = from.elapsed().saturating_sub(self.model.waited - waited);
         self.launched.push_back(launched);
-        match self.model.pipeline {
-            Some(_) => self.model.backend.end_step().map_err(EngineError::from),
-            None => Ok(()),
-        }
+        self.model.backend.end_step().map_err(EngineError::from)
     }
 
     fn poison(&mut self, freed: &[PageId]) -> Result<()> {
