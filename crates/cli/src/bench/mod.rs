@@ -4,6 +4,7 @@ mod comm;
 mod cpu;
 mod decode;
 mod engine;
+mod percentiles;
 mod random;
 mod serve;
 

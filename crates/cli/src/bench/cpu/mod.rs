@@ -15,6 +15,7 @@ mod workload;
 
 use super::PROBE_BYTES;
 use super::engine::{Engine, EngineRun};
+use super::percentiles::Percentiles;
 use super::random::Random;
 use crate::checkpoint;
 use crate::error::{CliError, Result};
@@ -129,7 +130,7 @@ impl Model {
             let last = first + workload.set_count() - 1;
             let times =
                 (0..flags.repeat).map(|round| workload.seconds(&run.reports[last + round * sets_of_round]));
-            let seconds = median(times.collect());
+            let seconds = Percentiles::of(times.collect()).p50;
             let steps = workload.steps(engine.config.batching.chunk);
             let floor = self.counted(|counts| Floor::of_steps(counts, &steps, (&device, self.ranks)));
             columns.push(Column::of_workload(workload, seconds, floor));
@@ -192,10 +193,4 @@ fn file_bytes(model: &Path, made_up: bool) -> u64 {
     }
     let files = std::fs::read_dir(model).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
     files.filter(|path| path.extension().is_some_and(|e| e == "safetensors")).map(|path| size(&path)).sum()
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2.0 }
 }

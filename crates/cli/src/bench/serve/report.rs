@@ -2,6 +2,7 @@
 
 use super::load::{Loaded, Record};
 use super::workload::Workload;
+use crate::bench::percentiles::Percentiles;
 use crate::error::{CliError, Result};
 use crate::flags::bench_serve::{Arrival, BenchEndpoint, BenchServeFlags};
 use lockstep_core::ExitCode;
@@ -63,32 +64,6 @@ struct ClientCost {
     cpu_share: f64,
     /// How much later than planned requests were sent.
     late_ms: Percentiles,
-}
-
-/// A distribution in five numbers; all 0 when nothing was measured.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-struct Percentiles {
-    mean: f64,
-    p50: f64,
-    p90: f64,
-    p99: f64,
-    max: f64,
-}
-
-impl Percentiles {
-    fn of(mut values: Vec<f64>) -> Self {
-        if values.is_empty() {
-            return Self::default();
-        }
-        values.sort_unstable_by(f64::total_cmp);
-        let at = |share: f64| {
-            let place = share * (values.len() - 1) as f64;
-            let (low, high) = (values[place.floor() as usize], values[place.ceil() as usize]);
-            low + (high - low) * place.fract()
-        };
-        let mean = values.iter().sum::<f64>() / values.len() as f64;
-        Self { mean, p50: at(0.5), p90: at(0.9), p99: at(0.99), max: at(1.0) }
-    }
 }
 
 fn ms(duration: Duration) -> f64 {
@@ -231,16 +206,6 @@ impl fmt::Display for Report {
 mod tests {
     use super::*;
     use crate::client::chunk::Usage;
-
-    #[test]
-    fn percentiles_interpolate() {
-        assert_eq!(Percentiles::of(Vec::new()), Percentiles::default());
-        let one = Percentiles::of(vec![3.0]);
-        assert_eq!((one.mean, one.p50, one.p99, one.max), (3.0, 3.0, 3.0, 3.0));
-        let hundred = Percentiles::of((0..=100).rev().map(f64::from).collect());
-        assert_eq!((hundred.p50, hundred.p90, hundred.p99, hundred.max), (50.0, 90.0, 99.0, 100.0));
-        assert_eq!(Percentiles::of(vec![1.0, 2.0]).p50, 1.5);
-    }
 
     fn record(sent_ms: u64, e2e_ms: u64, gaps_s: &[f32], tokens: u64) -> Record {
         Record {
