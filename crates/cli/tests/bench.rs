@@ -70,3 +70,45 @@ fn bench_cpu_names_what_it_cannot_measure() {
         assert!(text.contains(words) && text.lines().count() == 1, "{args:?}: {text}");
     }
 }
+
+#[test]
+fn latency_is_that_of_requests_however_their_steps_are_shared() {
+    let temp = TempDir::new("bench-latency");
+    let model = Fixture::named("rand_llama").write_into(temp.path()).display().to_string();
+    let given = [
+        "latency",
+        "--model",
+        &model,
+        "--threads",
+        "1",
+        "--batch",
+        "1,4",
+        "--prompt",
+        "40",
+        "--tokens",
+        "12",
+    ];
+    for (tp, pp) in [("1", "1"), ("2", "1"), ("1", "2"), ("2", "2")] {
+        let args = [&given[..], &["--tp", tp, "--pp", pp]].concat();
+        let output = bench(&[&args[..], &["--json"]].concat());
+        assert!(output.status.success(), "{output:?}");
+        let text = String::from_utf8_lossy(&output.stdout);
+        let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+        let batches: Vec<_> = rows.iter().filter_map(|row| row["batch"].as_u64()).collect();
+        assert_eq!(batches, [1, 4], "{text}");
+        for row in &rows {
+            let (prefill, tpot) = (row["prefill_ms"].as_f64(), row["tpot_ms"].as_f64());
+            assert!(prefill > Some(0.0) && tpot > Some(0.0), "tp {tp}, pp {pp}: {row}");
+            let stages = row["bubbles"].as_array().map_or(0, Vec::len);
+            let ranks = tp.parse::<usize>().expect("a number") * 2;
+            assert_eq!(stages, if pp == "1" { 0 } else { ranks }, "{row}");
+        }
+    }
+    // Pages for two of the four: they never decode all at once, which the row says in place of a number.
+    let few = [&given[..], &["--pp", "2", "--num-pages", "8", "--page-size", "16"]].concat();
+    let output = bench(&few);
+    let text = String::from_utf8_lossy(&output.stdout);
+    let rows: Vec<&str> = text.lines().skip(1).collect();
+    assert!(output.status.success() && rows.len() == 2, "{output:?}");
+    assert!(!rows[0].contains("never") && rows[1].contains("never decoded all at once"), "{text}");
+}

@@ -13,7 +13,9 @@ use crate::rank_loop::{RankLoop, Role};
 use crate::runner::Runner;
 use crate::start::{self, Prepared};
 use lockstep_backend::Backend;
-use lockstep_wire::{Broadcast, EngineInfo, StageWork, SubmitRequest, ToScheduler};
+use lockstep_core::RequestId;
+use lockstep_wire::{Broadcast, EngineInfo, StageWork, SubmitRequest, ToScheduler, TokenOut};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
@@ -42,10 +44,19 @@ pub struct OfflineReport {
     pub output_tokens: usize,
     /// Requests that were refused or ended without a token, and why the first one was.
     pub failed: Option<(usize, String)>,
-    /// When each step's tokens were known, since the first submission, and how many they were.
-    pub steps: Vec<(Duration, usize)>,
+    /// The steps that gave tokens, in order.
+    pub steps: Vec<StepTokens>,
     /// In a pipeline: what each rank's device did meanwhile, by rank.
     pub stages: Vec<StageWork>,
+}
+
+/// The tokens of one step.
+#[derive(Clone, Debug, Default)]
+pub struct StepTokens {
+    /// When they were known, since the first submission.
+    pub at: Duration,
+    /// Whose they are, an entry a token.
+    pub requests: Vec<RequestId>,
 }
 
 /// Rank 0's side of the control plane.
@@ -107,12 +118,13 @@ impl Primary for OfflinePrimary {
         let Some(report) = self.reports.last_mut() else { return Ok(()) };
         match out {
             Outgoing::Step(tokens) => {
-                let now = self.started.elapsed();
-                let count = tokens.iter().map(|out| out.tokens.len()).sum();
+                let at = self.started.elapsed();
+                let of_request = |out: &TokenOut| std::iter::repeat_n(out.id, out.tokens.len());
+                let requests: Vec<RequestId> = tokens.iter().flat_map(of_request).collect();
                 self.open -= tokens.iter().filter(|out| out.finish.is_some()).count();
-                report.output_tokens += count;
-                report.steps.push((now, count));
-                report.elapsed = now;
+                report.output_tokens += requests.len();
+                report.steps.push(StepTokens { at, requests });
+                report.elapsed = at;
             }
             Outgoing::Refused(_, refusal) => {
                 self.open -= 1;
@@ -214,21 +226,36 @@ impl OfflineLink {
 }
 
 impl OfflineReport {
-    /// Median time between two steps that gave `batch` tokens each: the time per output token when so many
-    /// requests decode at once. `None` when there were no two such steps in a row.
-    pub fn step_time(&self, batch: usize) -> Option<Duration> {
-        let full = self.steps.windows(2).filter(|pair| pair[0].1 == batch && pair[1].1 == batch);
-        let mut gaps: Vec<Duration> = full.map(|pair| pair[1].0 - pair[0].0).collect();
+    /// Median time from one token of a request to its next while `batch` requests decode: each of them had a token before,
+    /// and has got one meanwhile, in one step or shared out over the stages' steps in flight. `None` when they never did.
+    pub fn token_time(&self, batch: usize) -> Option<Duration> {
+        // The step of each request's latest token, and the first one after which all have one.
+        let mut latest: BTreeMap<RequestId, usize> = BTreeMap::new();
+        let mut all_begun = None;
+        let mut gaps = Vec::new();
+        for (index, step) in self.steps.iter().enumerate() {
+            let before: Vec<usize> =
+                step.requests.iter().filter_map(|request| latest.insert(*request, index)).collect();
+            let decodes = |since: &usize| all_begun.is_some_and(|begun| begun <= *since) && *since < index;
+            for since in before.into_iter().filter(decodes) {
+                if latest.values().filter(|step| **step > since).count() >= batch {
+                    gaps.push(step.at - self.steps[since].at);
+                }
+            }
+            if latest.len() >= batch {
+                all_begun.get_or_insert(index);
+            }
+        }
         gaps.sort_unstable();
         gaps.get(gaps.len() / 2).copied()
     }
 
-    /// When the first `count` tokens were known.
+    /// When each of `count` requests had a token.
     pub fn first_tokens(&self, count: usize) -> Option<Duration> {
-        let mut sum = 0;
-        self.steps.iter().find_map(|(at, tokens)| {
-            sum += tokens;
-            (sum >= count).then_some(*at)
+        let mut begun: BTreeSet<RequestId> = BTreeSet::new();
+        self.steps.iter().find_map(|step| {
+            begun.extend(step.requests.iter().copied());
+            (begun.len() >= count).then_some(step.at)
         })
     }
 }
@@ -237,15 +264,47 @@ impl OfflineReport {
 mod tests {
     use super::*;
 
+    /// A report of steps, each with its milliseconds and its requests.
+    fn report(steps: &[(u64, &[u64])]) -> OfflineReport {
+        let step = |(at, requests): &(u64, &[u64])| StepTokens {
+            at: Duration::from_millis(*at),
+            requests: requests.iter().copied().map(RequestId).collect(),
+        };
+        OfflineReport { steps: steps.iter().map(step).collect(), ..OfflineReport::default() }
+    }
+
+    fn ms(value: u64) -> Option<Duration> {
+        Some(Duration::from_millis(value))
+    }
+
     #[test]
-    fn times_are_those_of_full_steps() {
-        let steps = [(10, 1), (12, 4), (15, 4), (18, 4), (26, 4), (27, 2), (28, 4)];
-        let steps = steps.map(|(at, tokens)| (Duration::from_millis(at), tokens)).to_vec();
-        let report = OfflineReport { steps, ..OfflineReport::default() };
-        assert_eq!(report.step_time(4), Some(Duration::from_millis(3)));
-        assert_eq!(report.step_time(3), None);
-        assert_eq!(report.first_tokens(1), Some(Duration::from_millis(10)));
-        assert_eq!(report.first_tokens(5), Some(Duration::from_millis(12)));
-        assert_eq!(report.first_tokens(1000), None);
+    fn a_token_takes_what_lies_between_steps_of_all_requests() {
+        let all: &[u64] = &[0, 1, 2];
+        let report =
+            report(&[(10, &[0]), (12, all), (15, all), (18, all), (30, all), (31, &[0, 1]), (32, &[0])]);
+        assert_eq!(report.token_time(3), ms(3));
+        assert_eq!(report.token_time(4), None);
+    }
+
+    #[test]
+    fn steps_in_flight_share_the_requests_and_each_waits_for_its_own() {
+        // Two stages: two requests a step, each of which is back after 8 ms.
+        let (one, two): (&[u64], &[u64]) = (&[0, 1], &[2, 3]);
+        let turns = report(&[(10, one), (15, two), (18, one), (23, two), (26, one), (31, two)]);
+        assert_eq!(turns.token_time(4), ms(8));
+        // While two of four are elsewhere, the others' tokens are not those of four at once.
+        let alone = report(&[(10, one), (14, one), (18, one), (20, two), (25, two)]);
+        assert_eq!(alone.token_time(4), None);
+        assert_eq!(alone.token_time(2), ms(4));
+    }
+
+    #[test]
+    fn prompts_are_done_when_each_request_has_a_token() {
+        // The first prompts decode while the others are read.
+        let report = report(&[(10, &[0, 1]), (12, &[0, 1, 2]), (15, &[0, 1, 2]), (18, &[2, 3])]);
+        assert_eq!(report.first_tokens(1), ms(10));
+        assert_eq!(report.first_tokens(3), ms(12));
+        assert_eq!(report.first_tokens(4), ms(18));
+        assert_eq!(report.first_tokens(5), None);
     }
 }

@@ -76,7 +76,8 @@ fn bubbles(report: &OfflineReport) -> Vec<f64> {
     report.stages.iter().filter(|stage| stage.work_us > 0).map(|stage| stage.bubble()).collect()
 }
 
-/// Prints prefill time and time per output token for each batch.
+/// Prints prefill time and time per output token for each batch: of a request, between two of its tokens, while as
+/// many decode at once; over the stages of a pipeline their steps share them.
 pub fn latency(flags: &LatencyFlags) -> Result<()> {
     let engine = Engine::new(&flags.engine)?;
     let mut random = Random::of_seed(flags.engine.seed);
@@ -97,18 +98,18 @@ pub fn latency(flags: &LatencyFlags) -> Result<()> {
     }
     for (&batch, report) in flags.batch.iter().zip(runs[1..].iter().skip(1).step_by(2)) {
         let prefill = report.first_tokens(batch).unwrap_or_default().as_secs_f64() * 1e3;
-        let step = report.step_time(batch).map(|time| time.as_secs_f64() * 1e3);
+        let tpot = report.token_time(batch).map(|time| time.as_secs_f64() * 1e3);
         if flags.engine.json {
             let json = serde_json::json!({
                 "model": flags.engine.model, "tp": flags.engine.tp, "pp": flags.engine.pp,
                 "device": flags.engine.device, "batch": batch,
-                "prompt": flags.prompt, "prefill_ms": prefill, "tpot_ms": step, "bubbles": bubbles(report),
+                "prompt": flags.prompt, "prefill_ms": prefill, "tpot_ms": tpot, "bubbles": bubbles(report),
             });
             say_line(format_args!("{json}"))?;
-        } else if let Some(step) = step {
+        } else if let Some(tpot) = tpot {
             say_line(format_args!(
-                "{batch:>6}  {prefill:>13.2}  {step:>12.3}  {:>12.0}",
-                batch as f64 * 1e3 / step
+                "{batch:>6}  {prefill:>13.2}  {tpot:>12.3}  {:>12.0}",
+                batch as f64 * 1e3 / tpot
             ))?;
         } else {
             say_line(format_args!(

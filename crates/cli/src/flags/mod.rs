@@ -178,6 +178,11 @@ pub enum BenchCommand {
     /// Throughput of the engine on requests of random lengths, all there at once, without HTTP.
     Offline(OfflineFlags),
     /// Prefill time and time per output token of the engine, by batch, without HTTP.
+    ///
+    /// A batch of B are B requests that are submitted at once. "prefill ms" passes until each of them has a token.
+    /// "TPOT ms" is the median time from one token of a request to its next, counted only while all B decode: where each had
+    /// a token before and has got one meanwhile, in one step or, with --pp, shared out over the steps in flight. "tokens/s" is
+    /// B / TPOT.
     Latency(LatencyFlags),
 }
 
