@@ -13,7 +13,7 @@ use lockstep_core::shard::Group;
 use lockstep_core::{ExitCode, ModelConfig, StoredType, WeightMode, files};
 use lockstep_model::WeightSource;
 use lockstep_planner::device::GIB;
-use lockstep_planner::{Device, DeviceKind, DeviceTable, Facts, PlanError, Workload, plan, table};
+use lockstep_planner::{Device, DeviceKind, DeviceTable, Facts, Link, PlanError, Workload, plan, table};
 use lockstep_weights::ModelFiles;
 use std::path::Path;
 
@@ -45,6 +45,8 @@ pub fn run(flags: &PlanFlags) -> Result<()> {
         page_size: flags.page_size,
         stages: flags.pp,
         replicas: flags.dp,
+        hosts: flags.nnodes,
+        link: Link { gbit_s: flags.link_gbit, latency_us: flags.link_us },
         memory_ratio: flags.memory_ratio.unwrap_or(default.memory_ratio),
     };
     flags.check(&workload).map_err(&flag_error)?;

@@ -65,6 +65,11 @@ fn wrong_flags_and_models_are_named() {
         (vec!["--model", &model, "--memory-ratio", "1.5"], 2, "--memory-ratio 1.5 is outside"),
         (vec!["--model", &model, "--dtype", "int3"], 2, "--dtype int3 is not known"),
         (vec!["--model", &model, "--devices", "/nowhere.json"], 2, "/nowhere.json"),
+        (vec!["--model", &model, "--nnodes", "65"], 2, "--nnodes 65 is outside 1..=64"),
+        (vec!["--model", &model, "--nnodes", "2", "--dp", "2"], 2, "put a router in front of them"),
+        (vec!["--model", &model, "--pp", "65"], 2, "--pp 65"),
+        (vec!["--model", &model, "--link-gbit", "0"], 2, "--link-gbit 0.0 is not above 0"),
+        (vec!["--model", &model, "--link-us", "nan"], 2, "--link-us NaN is outside 0 to"),
         (vec!["--model", "/nowhere"], 3, "/nowhere"),
     ] {
         let (got, text) = said(&args);

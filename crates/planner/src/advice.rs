@@ -1,6 +1,7 @@
 //! What follows from the numbers, in words.
 
 use crate::device::{DeviceKind, GIB};
+use crate::hosts::Traffic;
 use crate::memory::RankMemory;
 use crate::{Choice, Plan};
 
@@ -20,6 +21,7 @@ pub fn sentences(plan: &Plan) -> Vec<String> {
     let mut sentences = vec![first_sentence(plan, &legal)];
     sentences.extend(replicas(plan));
     sentences.extend(stages(plan));
+    sentences.extend(hosts(plan));
     for choice in &legal {
         sentences.extend(why_not_enough(plan, choice));
     }
@@ -86,6 +88,58 @@ fn stages(plan: &Plan) -> Vec<String> {
         )
     }));
     sentences
+}
+
+/// What is where at the recommended tp size, and what crosses the links.
+fn hosts(plan: &Plan) -> Vec<String> {
+    let choice = plan.choices.iter().find(|choice| Some(choice.tp_size) == plan.recommended);
+    let Some((choice, hosts)) = choice.and_then(|choice| Some((choice, choice.hosts.as_ref()?))) else {
+        return Vec::new();
+    };
+    let mut sentences: Vec<String> = hosts
+        .hosts
+        .iter()
+        .enumerate()
+        .map(|(number, host)| {
+            format!(
+                "host {number} (--node-rank {number}) has ranks {} to {} ({}): {} before KV, {} of KV.",
+                host.ranks.start,
+                host.ranks.end - 1,
+                host.labels.join(", "),
+                size(host.committed_bytes),
+                size(host.kv_bytes)
+            )
+        })
+        .collect();
+    let (tp_size, link) = (choice.tp_size, &plan.workload.link);
+    let (what, way_out) = match hosts.tp_crosses {
+        true => (
+            format!("tp {tp_size} crosses hosts, so every layer waits twice for the link"),
+            format!(
+                ". Where each host can hold a TP group, --pp {} with a smaller --tp sends the residual stream once instead",
+                plan.workload.stages * plan.workload.hosts
+            ),
+        ),
+        false => ("no TP group crosses hosts, only the residual stream between stages".into(), String::new()),
+    };
+    let sent =
+        |traffic: &Traffic| format!("{} off a host ({:.2} ms)", small_size(traffic.bytes), traffic.ms(link));
+    sentences.push(format!(
+        "{what}: on links of {} Gbit/s and {} µs a decode step of one request sends {}, a chunk of a prompt {}{way_out}.",
+        link.gbit_s,
+        link.latency_us,
+        sent(&hosts.decode_one),
+        sent(&hosts.prefill_chunk)
+    ));
+    sentences
+}
+
+/// For what may be below a MiB.
+fn small_size(bytes: f64) -> String {
+    match bytes / 1024.0 {
+        kib if kib < 1024.0 => format!("{kib:.1} KiB"),
+        _ => size(bytes as u64),
+    }
 }
 
 fn size(bytes: u64) -> String {
@@ -175,7 +229,7 @@ fn compare(plan: &Plan, from: &Choice, to: &Choice) -> Option<String> {
     let time_share = 100.0 * fast.decode_one_ms / slow.decode_one_ms;
     let ideal = 100.0 * a as f64 / b as f64;
     let shared = match plan.device.kind {
-        DeviceKind::Cpu => "; the ranks share this machine's memory and cores",
+        DeviceKind::Cpu => "; ranks on one machine share its memory and cores",
         DeviceKind::Gpu => "",
     };
     let verdict = if fast.decode_one_ms > slow.decode_one_ms * FASTER {

@@ -3,15 +3,13 @@
 //! Time = max(bytes / bandwidth, operations / rate) + layers x overhead + collectives; [`work`](crate::work) counts.
 
 use crate::device::Device;
+use crate::hosts::{LOGIT_BYTES, Spread, sums};
 use crate::pipeline::Part;
 use crate::work::{Counts, Row, Work};
 use crate::{Facts, Workload};
 use lockstep_core::shard::VocabShard;
 use lockstep_core::{ModelConfig, ParallelInfo, StageLayers};
 use serde::Serialize;
-
-/// Bytes of a logit.
-const LOGIT_BYTES: f64 = 4.0;
 
 /// What steps cost at one tp size.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -24,7 +22,7 @@ pub struct Cost {
     pub decode_one_ms: f64,
     /// A decode step of all the workload's requests.
     pub decode_all_ms: f64,
-    /// The part of [`decode_one_ms`](Self::decode_one_ms) spent in collectives.
+    /// The part of [`decode_one_ms`](Self::decode_one_ms) spent in collectives, and in hops to stages on other hosts.
     pub decode_one_collectives_ms: f64,
     /// The part of any step spent in launches and small kernels.
     pub overhead_ms: f64,
@@ -44,14 +42,15 @@ struct Sizes<'a> {
     workload: &'a Workload,
     p: ParallelInfo,
     stage: StageLayers,
+    spread: &'a Spread,
 }
 
 impl Cost {
     /// The costs of the rank that has this part. Panics when the tp size is illegal.
-    pub fn new(facts: &Facts<'_>, device: &Device, workload: &Workload, part: Part) -> Self {
-        let sizes = Sizes::new(facts, device, workload, part);
+    pub fn new(facts: &Facts<'_>, device: &Device, workload: &Workload, part: Part, spread: &Spread) -> Self {
+        let sizes = Sizes::new(facts, device, workload, part, spread);
         let config = facts.config;
-        let all_reduces = if part.p.tp_size == 1 { 0 } else { sizes.sums() };
+        let all_reduces = if part.p.tp_size == 1 { 0 } else { sums(&part.stage) };
         let decode_one_ms = sizes.decode_ms(1);
         let decode_all_ms = sizes.decode_ms(workload.concurrency);
         let prefill_ms = sizes.prefill_ms();
@@ -71,7 +70,7 @@ impl Cost {
 
 impl Cost {
     /// What `workload` costs on all stages, of which each has these costs for a step with an even part of its requests.
-    /// Hops between them are left out.
+    /// Hops between them are left out on one host.
     pub fn of_stages(stages: &[Self], workload: &Workload) -> Self {
         let sum = |value: fn(&Self) -> f64| stages.iter().map(value).sum::<f64>();
         let max = |value: fn(&Self) -> f64| stages.iter().map(value).fold(0.0, f64::max);
@@ -95,9 +94,15 @@ impl Cost {
 }
 
 impl<'a> Sizes<'a> {
-    fn new(facts: &Facts<'a>, device: &'a Device, workload: &'a Workload, part: Part) -> Self {
-        let counts = Counts::new(facts, device.kind, part);
-        Self { counts, config: facts.config, device, workload, p: part.p, stage: part.stage }
+    fn new(
+        facts: &Facts<'a>,
+        device: &'a Device,
+        workload: &'a Workload,
+        Part { p, stage }: Part,
+        spread: &'a Spread,
+    ) -> Self {
+        let counts = Counts::new(facts, device.kind, Part { p, stage });
+        Self { counts, config: facts.config, device, workload, p, stage, spread }
     }
 
     fn decode_ms(&self, requests: usize) -> f64 {
@@ -114,28 +119,32 @@ impl<'a> Sizes<'a> {
     }
 
     fn roofline_ms(&self, work: &Work) -> f64 {
-        work.roofline_s(self.device, self.p.replica_size()) * 1e3
+        work.roofline_s(self.device, self.p.replica_size() / self.workload.hosts) * 1e3
     }
 
     fn overhead_ms(&self, steps: usize) -> f64 {
         (steps * self.stage.count()) as f64 * self.device.layer_overhead_us / 1e3
     }
 
-    /// All-reduces of a step on several ranks.
-    fn sums(&self) -> usize {
-        2 * self.stage.count() + usize::from(self.stage.embeds())
-    }
-
-    /// All-reduces over `tokens` and the gather of the logits of `rows`, of one step.
+    /// All-reduces over `tokens` and the gather of the logits of `rows`, of one step; and the hop to a stage on another host.
     fn collectives_ms(&self, tokens: usize, rows: usize) -> f64 {
+        let (config, link) = (self.config, &self.workload.link);
+        let stream = (tokens * config.hidden_size * self.device.kind.activation_bytes()) as f64;
+        let logits = || {
+            let vocab = VocabShard::new(config.vocab_size, self.p.tp_rank, self.p.tp_size).padded.len();
+            (rows * vocab) as f64 * LOGIT_BYTES
+        };
+        let (spread, stage) = (self.spread, self.p.pp_rank);
+        let hop = if self.stage.has_logits() { 0.0 } else { spread.hop(stage, stream).ms(link) };
         if self.p.tp_size == 1 {
-            return 0.0;
+            return hop;
         }
-        let config = self.config;
-        let one = |bytes: f64| self.device.sum_us(bytes, self.p.tp_size) / 1e3;
-        let sum = one((tokens * config.hidden_size * self.device.kind.activation_bytes()) as f64);
-        let vocab = VocabShard::new(config.vocab_size, self.p.tp_rank, self.p.tp_size).padded.len();
-        let logits = if self.stage.has_logits() { one((rows * vocab) as f64 * LOGIT_BYTES) } else { 0.0 };
-        self.sums() as f64 * sum + logits
+        let (sum, gather) = if spread.crosses(stage) {
+            (spread.sum(stage, stream).ms(link), spread.gather(stage, logits()).ms(link))
+        } else {
+            let one = |bytes: f64| self.device.sum_us(bytes, self.p.tp_size) / 1e3;
+            (one(stream), one(logits()))
+        };
+        sums(&self.stage) as f64 * sum + if self.stage.has_logits() { gather } else { 0.0 } + hop
     }
 }

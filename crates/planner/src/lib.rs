@@ -7,6 +7,7 @@
 //! | [`work`] | bytes and operations of a step |
 //! | [`cost`] | the time they take, and messages |
 //! | [`pipeline`] | both for the stages of a pipeline, and how long they wait for each other |
+//! | [`hosts`] | a replica on several hosts: who is where, and what crosses the links |
 //! | [`advice`] | what follows from the numbers, in words |
 //! | [`table`] | the report as text |
 //!
@@ -17,14 +18,17 @@
 pub mod advice;
 pub mod cost;
 pub mod device;
+pub mod hosts;
 pub mod memory;
 pub mod pipeline;
 pub mod table;
 pub mod work;
 
 pub use device::{Device, DeviceKind, DeviceTable};
+pub use hosts::Link;
 
 use cost::Cost;
+use hosts::{Hosts, Spread};
 use lockstep_core::shard;
 use lockstep_core::shard::Group;
 use lockstep_core::{ConfigError, ModelConfig, ParallelInfo, StageLayers, WeightType};
@@ -63,6 +67,9 @@ pub enum PlanError {
         /// The model's limit.
         max: usize,
     },
+    /// Hosts that no tp size can have.
+    #[error("{0}")]
+    Hosts(String),
     /// Stages that the model cannot be cut into.
     #[error(transparent)]
     Stages(#[from] ConfigError),
@@ -98,6 +105,10 @@ pub struct Workload {
     pub stages: usize,
     /// Replicas that share the requests (`--dp`).
     pub replicas: usize,
+    /// Hosts that the ranks of a replica are spread over (`--nnodes`).
+    pub hosts: usize,
+    /// What joins those.
+    pub link: Link,
 }
 
 impl Workload {
@@ -108,7 +119,8 @@ impl Workload {
             DeviceKind::Cpu => (8, 512, 0.5),
         };
         let context = max_position.min(8192);
-        Self { context, concurrency, chunk, page_size: 16, memory_ratio, stages: 1, replicas: 1 }
+        let (stages, replicas, hosts, link) = (1, 1, 1, Link::default());
+        Self { context, concurrency, chunk, page_size: 16, memory_ratio, stages, replicas, hosts, link }
     }
 }
 
@@ -127,6 +139,8 @@ pub struct Choice {
     pub stages: Vec<Stage>,
     /// Share of the time in which a stage waits for another under the load.
     pub bubble: f64,
+    /// What is on which host, where there are several.
+    pub hosts: Option<Hosts>,
 }
 
 /// The answer of `lockstep plan`.
@@ -164,17 +178,28 @@ pub fn plan(facts: &Facts<'_>, device: &Device, workload: Workload) -> Result<Pl
         return Err(PlanError::Context { context: workload.context, max: config.max_position });
     }
     let device = &device.share_of(workload.replicas);
+    if workload.replicas > 1 {
+        // Replicas on several hosts are no matter of the tp size.
+        Spread::new(device.kind, &workload, 1).map_err(PlanError::Hosts)?;
+    }
     let concurrency = workload.concurrency.div_ceil(workload.replicas);
     let workload = Workload { concurrency, ..workload };
     let layers = StageLayers::of_stages(config, workload.stages, None)?;
     let choices: Vec<Choice> = (1..=SHOWN_MAX)
         .filter_map(|tp_size| {
-            let illegal = shard::check_tp_size(config, tp_size as i64).err().map(|e| e.to_string());
-            (illegal.is_none() || SHOWN.contains(&tp_size)).then(|| match illegal {
-                Some(_) => {
-                    Choice { tp_size, illegal, memory: None, cost: None, stages: Vec::new(), bubble: 0.0 }
-                }
-                None => choice(facts, device, &workload, (tp_size, &layers)),
+            let legal = shard::check_tp_size(config, tp_size as i64).map_err(|e| e.to_string());
+            let spread = legal.and_then(|()| Spread::new(device.kind, &workload, tp_size));
+            (spread.is_ok() || SHOWN.contains(&tp_size)).then(|| match spread {
+                Err(reason) => Choice {
+                    tp_size,
+                    illegal: Some(reason),
+                    memory: None,
+                    cost: None,
+                    stages: Vec::new(),
+                    bubble: 0.0,
+                    hosts: None,
+                },
+                Ok(spread) => choice(facts, device, &workload, (&spread, tp_size, &layers)),
             })
         })
         .collect();
@@ -200,11 +225,14 @@ fn choice(
     facts: &Facts<'_>,
     device: &Device,
     workload: &Workload,
-    (tp_size, layers): (usize, &[StageLayers]),
+    (spread, tp_size, layers): (&Spread, usize, &[StageLayers]),
 ) -> Choice {
-    let Pipeline { stages, memory, cost, bubble } = Pipeline::new(facts, device, workload, (tp_size, layers));
+    let Pipeline { stages, memory, cost, bubble } =
+        Pipeline::new(facts, device, workload, spread, (tp_size, layers));
+    let hosts =
+        (workload.hosts > 1).then(|| Hosts::new(facts, workload, spread, (layers, &stages), memory.pages));
     let stages = if stages.len() > 1 { stages } else { Vec::new() };
-    Choice { tp_size, illegal: None, memory: Some(memory), cost: Some(cost), stages, bubble }
+    Choice { tp_size, illegal: None, memory: Some(memory), cost: Some(cost), stages, bubble, hosts }
 }
 
 fn describe(config: &ModelConfig, parameters: u64) -> String {

@@ -72,7 +72,7 @@ impl RankMemory {
         let activation_bytes = (f32_bytes * device.kind.activation_bytes() / size_of::<f32>()) as u64;
         let elements = 2 * stage.count() * heads.kv_heads.len() * config.head_dim;
         let kv_bytes_per_token = (elements * device.kind.activation_bytes()) as u64;
-        let budget_bytes = device.rank_budget_bytes(workload.memory_ratio, p.replica_size());
+        let budget_bytes = device.rank_budget_bytes(workload.memory_ratio, p.replica_size() / workload.hosts);
         let gib = |gib: f64| (gib * GIB) as u64;
         let mut memory = Self {
             budget_bytes,

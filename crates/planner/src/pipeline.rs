@@ -2,6 +2,7 @@
 
 use crate::cost::Cost;
 use crate::device::Device;
+use crate::hosts::Spread;
 use crate::memory::RankMemory;
 use crate::{Facts, Workload};
 use lockstep_core::{ParallelInfo, StageLayers};
@@ -48,6 +49,7 @@ impl Pipeline {
         facts: &Facts<'_>,
         device: &Device,
         workload: &Workload,
+        spread: &Spread,
         (tp_size, layers): (usize, &[StageLayers]),
     ) -> Self {
         let pp_size = layers.len();
@@ -59,7 +61,7 @@ impl Pipeline {
             Stage {
                 layers: stage.range(),
                 memory: RankMemory::new(facts, device, workload, part),
-                cost: Cost::new(facts, device, &of_step, part),
+                cost: Cost::new(facts, device, &of_step, part, spread),
             }
         };
         let stages: Vec<Stage> = layers.iter().enumerate().map(stage).collect();
@@ -104,7 +106,9 @@ mod tests {
             let workload =
                 Workload { concurrency, ..Workload::default_for(device.kind, config.max_position) };
             let layers = StageLayers::of_stages(&config, stages, None).unwrap();
-            Pipeline::new(&facts, &device, &workload, (1, &layers))
+            let workload = Workload { stages, ..workload };
+            let spread = Spread::new(device.kind, &workload, 1).unwrap();
+            Pipeline::new(&facts, &device, &workload, &spread, (1, &layers))
         };
         let (one, two) = (pipeline(1, 32), pipeline(2, 32));
         assert_eq!((one.stages.len(), one.bubble), (1, 0.0));

@@ -3,6 +3,7 @@
 use crate::Plan;
 use crate::cost::Cost;
 use crate::device::{DeviceKind, GIB};
+use crate::hosts::{Hosts, Link, Traffic};
 use crate::memory::RankMemory;
 use std::fmt::Write;
 
@@ -52,6 +53,12 @@ pub fn render(plan: &Plan) -> String {
             if plan.device.kind == DeviceKind::Cpu { " and of the machine" } else { "" }
         ));
     }
+    if load.hosts > 1 {
+        line(format!(
+            "hosts: {0} (--nnodes {0}), the device is one of them; links of {1} Gbit/s and {2} µs (--link-gbit, --link-us)",
+            load.hosts, load.link.gbit_s, load.link.latency_us
+        ));
+    }
     line(String::new());
     let cells = |label: &str, cell: &dyn Fn(usize) -> String| {
         let row: String = (0..plan.choices.len()).map(|i| format!("{:>CELL$}", cell(i))).collect();
@@ -71,6 +78,9 @@ pub fn render(plan: &Plan) -> String {
     line(cells("fits", &|i| fits(i).into()));
     for (label, value) in cost_rows() {
         line(cells(label, &|i| plan.choices[i].cost.as_ref().map_or("-".into(), &value)));
+    }
+    for (label, value) in host_rows(load.link).into_iter().filter(|_| load.hosts > 1) {
+        line(cells(label, &|i| plan.choices[i].hosts.as_ref().map_or("-".into(), &value)));
     }
     line(String::new());
     for choice in &plan.choices {
@@ -124,5 +134,20 @@ fn cost_rows() -> Vec<Row<Cost>> {
         row("tokens/s, whole load", |c: &Cost| format!("{:.0}", c.decode_tokens_per_s)),
         row("prefill of one prompt ms", |c: &Cost| format!("{:.0}", c.prefill_ms)),
         row("prefill tokens/s", |c: &Cost| format!("{:.0}", c.prefill_tokens_per_s)),
+    ]
+}
+
+fn host_rows(link: Link) -> Vec<Row<Hosts>> {
+    let kib = |traffic: &Traffic| format!("{:.1}", traffic.bytes / 1024.0);
+    let ms = move |traffic: &Traffic| format!("{:.2}", traffic.ms(&link));
+    vec![
+        row("ranks on each host", |h: &Hosts| h.hosts[0].labels.len().to_string()),
+        row("tp across hosts", |h: &Hosts| if h.tp_crosses { "yes" } else { "no" }.into()),
+        row("KiB off a host, decode of one", move |h: &Hosts| kib(&h.decode_one)),
+        row("  ms that takes", move |h: &Hosts| ms(&h.decode_one)),
+        row("KiB off a host, decode, whole load", move |h: &Hosts| kib(&h.decode_all)),
+        row("  ms that takes", move |h: &Hosts| ms(&h.decode_all)),
+        row("KiB off a host, prefill chunk", move |h: &Hosts| kib(&h.prefill_chunk)),
+        row("  ms that takes", move |h: &Hosts| ms(&h.prefill_chunk)),
     ]
 }

@@ -3,15 +3,15 @@
 
 use lockstep_core::config::hf;
 use lockstep_core::{DType, ModelConfig};
-use lockstep_planner::{DeviceTable, Facts, Plan, Workload};
+use lockstep_planner::{DeviceTable, Facts, Link, Plan, PlanError, Workload};
 
 fn config(name: &str) -> ModelConfig {
     let path = format!("{}/tests/configs/{name}.json", env!("CARGO_MANIFEST_DIR"));
     hf::parse(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// The plan for `concurrency` requests of `context` tokens.
-fn planned(name: &str, device: &str, context: usize, concurrency: usize) -> Plan {
+/// The plan for the device's usual load, changed.
+fn changed(name: &str, device: &str, change: impl Fn(Workload) -> Workload) -> Result<Plan, PlanError> {
     let config = config(name);
     let device = DeviceTable::built_in().find(device).unwrap();
     let facts = Facts {
@@ -20,9 +20,13 @@ fn planned(name: &str, device: &str, context: usize, concurrency: usize) -> Plan
         source: "bf16".into(),
         notes: Vec::new(),
     };
-    let workload =
-        Workload { context, concurrency, ..Workload::default_for(device.kind, config.max_position) };
-    lockstep_planner::plan(&facts, &device, workload).unwrap()
+    let usual = Workload::default_for(device.kind, config.max_position);
+    lockstep_planner::plan(&facts, &device, change(usual))
+}
+
+/// The plan for `concurrency` requests of `context` tokens.
+fn planned(name: &str, device: &str, context: usize, concurrency: usize) -> Plan {
+    changed(name, device, |load| Workload { context, concurrency, ..load }).unwrap()
 }
 
 fn legal(plan: &Plan) -> Vec<usize> {
@@ -184,13 +188,8 @@ fn a_model_that_fits_nowhere_and_one_that_cannot_be_cut() {
 #[test]
 fn replicas_share_the_load_and_a_machine_but_no_gpus() {
     let of = |device: &str, replicas| {
-        let config = config("qwen3-8b");
-        let device = DeviceTable::built_in().find(device).unwrap();
-        let source = "bf16".into();
-        let facts =
-            Facts { config: &config, type_of: &|_, _| Some(DType::Bf16.into()), source, notes: Vec::new() };
-        let load = Workload { context: 4096, concurrency: 5, ..Workload::default_for(device.kind, 40960) };
-        lockstep_planner::plan(&facts, &device, Workload { replicas, ..load }).unwrap()
+        changed("qwen3-8b", device, |load| Workload { context: 4096, concurrency: 5, replicas, ..load })
+            .unwrap()
     };
     let (alone, two) = (of("cpu:64g", 1), of("cpu:64g", 2));
     assert_eq!((two.workload.concurrency, two.device.memory_gib), (3, 32.0));
@@ -217,4 +216,55 @@ fn ranks_of_one_machine_share_it() {
         "{:#?}",
         plan.advice
     );
+}
+
+#[test]
+fn hosts_have_their_own_memory_and_send_what_crosses_them() {
+    let of = |stages, hosts| {
+        let change = |load| Workload { context: 4096, concurrency: 4, stages, hosts, ..load };
+        changed("qwen3-8b", "cpu:64g", change).unwrap()
+    };
+    let at = |plan: &Plan, tp_size| plan.choices.iter().find(|c| c.tp_size == tp_size).unwrap().clone();
+    let budget = |plan: &Plan, tp_size| at(plan, tp_size).memory.unwrap().budget_bytes;
+    let (together, apart) = (of(1, 1), of(1, 2));
+    assert!(at(&together, 2).hosts.is_none());
+    assert_eq!(budget(&apart, 2), 2 * budget(&together, 2), "two ranks on a machine each");
+    let refused = at(&apart, 1);
+    assert!(refused.illegal.unwrap().contains("--nnodes 2 does not divide the 1 ranks of tp 1"));
+
+    // tp across: 73 sums of 4096 f32, and every rank's half of 151,936 logits.
+    let across = at(&apart, 2).hosts.unwrap();
+    assert!(across.tp_crosses);
+    assert_eq!(across.decode_one.bytes, (73 * 4096 * 4 + 151_936 / 2 * 4) as f64);
+    assert_eq!((across.decode_one.rounds, across.decode_all.bytes), (74.0, 4.0 * across.decode_one.bytes));
+    // A stage each: the residual stream once, in steps that share the requests.
+    let staged = of(2, 2);
+    let hop = at(&staged, 1).hosts.unwrap();
+    assert!(!hop.tp_crosses);
+    assert_eq!((hop.decode_one.bytes, hop.decode_one.rounds), (4096.0 * 4.0, 1.0));
+    assert_eq!((hop.decode_all.bytes, hop.decode_all.rounds), (4.0 * 4096.0 * 4.0, 2.0));
+    assert_eq!(hop.prefill_chunk.bytes, 512.0 * 4096.0 * 4.0);
+    // What a link takes is part of a step; a slow one shows.
+    let slow = |load: Workload| Workload { link: Link { gbit_s: 1.0, latency_us: 1000.0 }, ..load };
+    let crossing = |load| Workload { context: 4096, concurrency: 4, hosts: 2, ..load };
+    let slower = changed("qwen3-8b", "cpu:64g", |load| slow(crossing(load))).unwrap();
+    let ms = |plan: &Plan| at(plan, 2).cost.unwrap().decode_one_ms;
+    let waits = |plan: &Plan| across.decode_one.ms(&plan.workload.link);
+    assert!((ms(&slower) - ms(&apart) - (waits(&slower) - waits(&apart))).abs() < 1e-6);
+
+    let both = of(2, 2);
+    let hosts = at(&both, 2).hosts.unwrap().hosts;
+    assert_eq!(hosts[1].labels, ["PP1-TP0", "PP1-TP1"]);
+    let stages = at(&both, 2).stages;
+    let pages = at(&both, 2).memory.unwrap().pages;
+    assert_eq!(hosts[0].committed_bytes, 2 * stages[0].memory.committed_bytes());
+    assert_eq!(hosts[1].kv_bytes, 2 * pages * 16 * stages[1].memory.kv_bytes_per_token);
+    let text = lockstep_planner::table::render(&staged);
+    for words in
+        ["hosts: 2 (--nnodes 2)", "tp across hosts", "- host 1 (--node-rank 1) has ranks 1 to 1 (PP1-TP0): "]
+    {
+        assert!(text.contains(words), "{words} is not in\n{text}");
+    }
+    let replicas = changed("qwen3-8b", "h200", |load| Workload { hosts: 2, replicas: 2, ..load });
+    assert!(replicas.unwrap_err().to_string().contains("--dp 2 with --nnodes 2 is not possible"));
 }

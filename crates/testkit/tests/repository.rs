@@ -23,7 +23,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("weights", &["core"]),
     ("backend", &["core", "comm"]),
     ("model", &["core", "comm", "weights", "backend"]),
-    ("planner", &["core", "backend", "model"]),
+    ("planner", &["core", "comm", "backend", "model"]),
     ("kvcache", &["core"]),
     ("scheduler", &["core", "kvcache"]),
     ("grammar", &["core", "wire"]),

@@ -4,9 +4,15 @@ use super::model::WeightFlags;
 use anyhow::{Result, bail};
 use clap::Args;
 use lockstep_api::engine::router::REPLICAS_MAX;
+use lockstep_core::hosts::NNODES_MAX;
 use lockstep_core::limits::PAGE_SIZE_MAX;
-use lockstep_planner::Workload;
+use lockstep_planner::{Link, Workload};
 use std::path::PathBuf;
+
+/// Fastest link that is believed, in Gbit/s.
+const LINK_GBIT_S_MAX: f64 = 1e6;
+/// Slowest, in microseconds.
+const LINK_US_MAX: f64 = 1e7;
 
 /// Which model, where, for which load.
 #[derive(Args, Debug)]
@@ -40,6 +46,18 @@ pub struct PlanFlags {
     /// Pipeline stages of each replica, with layers balanced as `serve` does.
     #[arg(long, visible_aliases = ["pp-size", "pipeline-parallel-size"], default_value_t = 1)]
     pub pp: usize,
+
+    /// Hosts that the ranks of a replica are spread over, as `serve --nnodes` does; the device is then one of each.
+    #[arg(long, value_name = "HOSTS", default_value_t = 1)]
+    pub nnodes: usize,
+
+    /// Rate of the links between hosts in Gbit/s, each way.
+    #[arg(long, value_name = "GBIT_S", default_value_t = Link::default().gbit_s)]
+    pub link_gbit: f64,
+
+    /// What a small message takes from one host to another, in microseconds.
+    #[arg(long, value_name = "MICROSECONDS", default_value_t = Link::default().latency_us)]
+    pub link_us: f64,
 
     /// Prefill tokens of a step [default: 8192, CPU 512].
     #[arg(long)]
@@ -78,6 +96,15 @@ impl PlanFlags {
         }
         if !(1..=REPLICAS_MAX).contains(&load.replicas) {
             bail!("--dp {} is outside 1..={REPLICAS_MAX} replicas", load.replicas);
+        }
+        if !(1..=NNODES_MAX).contains(&load.hosts) {
+            bail!("--nnodes {} is outside 1..={NNODES_MAX}", load.hosts);
+        }
+        if !(load.link.gbit_s > 0.0 && load.link.gbit_s <= LINK_GBIT_S_MAX) {
+            bail!("--link-gbit {:?} is not above 0 and at most {LINK_GBIT_S_MAX}", load.link.gbit_s);
+        }
+        if !(0.0..=LINK_US_MAX).contains(&load.link.latency_us) {
+            bail!("--link-us {:?} is outside 0 to {LINK_US_MAX}", load.link.latency_us);
         }
         if !(1..=PAGE_SIZE_MAX).contains(&load.page_size) {
             bail!("--page-size {} is outside 1 to {PAGE_SIZE_MAX}", load.page_size);
