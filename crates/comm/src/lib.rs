@@ -22,6 +22,7 @@
 
 pub mod bench;
 pub mod collective;
+pub mod fuzzing;
 pub mod gloo;
 pub mod group;
 pub mod library;

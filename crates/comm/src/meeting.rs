@@ -62,8 +62,7 @@ pub fn meet(
         }
         give_way(abort)?;
     };
-    let introduction = Introduction { name: invitation.name.clone(), rank, size, message: message.to_vec() };
-    let bytes = lockstep_wire::encode(&introduction).map_err(|e| e.to_string())?;
+    let bytes = introduction(&invitation.name, (rank, size), message)?;
     writer.send(&bytes).map_err(host)?;
     while !reader.is_readable(ABORT_INTERVAL).map_err(host)? {
         give_way(abort)?;
@@ -76,6 +75,16 @@ pub fn meet(
     }
     let all = reader.recv(INTRODUCTION_PATIENCE).map_err(host)?;
     lockstep_wire::decode(&all).map_err(|e| e.to_string())
+}
+
+/// What rank `rank` of `size` says when it comes to the meeting `name`.
+pub(crate) fn introduction(
+    name: &str,
+    (rank, size): (usize, usize),
+    message: &[u8],
+) -> Result<Vec<u8>, String> {
+    let introduction = Introduction { name: name.into(), rank, size, message: message.to_vec() };
+    lockstep_wire::encode(&introduction).map_err(|e| e.to_string())
 }
 
 fn give_way(abort: &AbortHandle) -> Result<(), String> {

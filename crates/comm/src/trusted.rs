@@ -31,8 +31,8 @@ const MAGIC: &[u8; 8] = b"LOCKSTEP";
 /// Raised whenever the above changes.
 const VERSION: u8 = 1;
 const OPENING_BYTES: usize = MAGIC.len() + 2 + KEY_BYTES;
-const CLIENT: &[u8] = b"client";
-const SERVER: &[u8] = b"server";
+pub(crate) const CLIENT: &[u8] = b"client";
+pub(crate) const SERVER: &[u8] = b"server";
 
 /// What a connection is for; each has a key of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,10 +114,18 @@ pub fn connect(
     (purpose, key): (Purpose, &Key),
     patience: Duration,
 ) -> Result<(TrustedReader, TrustedWriter)> {
-    let mut stream = TcpStream::connect_timeout(&address, patience).map_err(system("connecting"))?;
+    let stream = TcpStream::connect_timeout(&address, patience).map_err(system("connecting"))?;
+    prepare(&stream)?;
+    introduce(stream, (purpose, key))
+}
+
+/// The client's part of the handshake.
+pub(crate) fn introduce(
+    mut stream: TcpStream,
+    (purpose, key): (Purpose, &Key),
+) -> Result<(TrustedReader, TrustedWriter)> {
     let deadline = Instant::now() + HANDSHAKE_PATIENCE;
     let mine = opening(purpose);
-    prepare(&stream)?;
     write(&mut stream, &mine)?;
     let mut theirs = [0; OPENING_BYTES];
     read(&mut stream, &mut theirs, deadline)?;
@@ -135,11 +143,19 @@ pub fn connect(
 /// The other end of [`connect`], for a connection that was accepted. `key` gives the key of a purpose, if that is
 /// served here.
 pub fn accept(
+    stream: TcpStream,
+    key: impl FnOnce(Purpose) -> Option<Key>,
+) -> Result<(Purpose, TrustedReader, TrustedWriter)> {
+    prepare(&stream)?;
+    receive(stream, key)
+}
+
+/// The server's part of the handshake.
+pub(crate) fn receive(
     mut stream: TcpStream,
     key: impl FnOnce(Purpose) -> Option<Key>,
 ) -> Result<(Purpose, TrustedReader, TrustedWriter)> {
     let deadline = Instant::now() + HANDSHAKE_PATIENCE;
-    prepare(&stream)?;
     let mut theirs = [0; OPENING_BYTES];
     read(&mut stream, &mut theirs, deadline)?;
     let purpose = match check_opening(&theirs)? {
@@ -227,7 +243,8 @@ impl TrustedReader {
     }
 }
 
-fn halves(
+/// Both halves of a stream after the handshake that made `session`: what goes out and what comes back is tagged as theirs.
+pub(crate) fn halves(
     stream: TcpStream,
     session: Key,
     out: &'static [u8],

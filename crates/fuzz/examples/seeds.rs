@@ -29,6 +29,9 @@ fn main() {
     for (name, message) in messages() {
         write("wire", name, &message[1..]);
     }
+    for (name, kind, bytes) in said_by_hosts() {
+        write("hosts", &name, &[&[kind], &*bytes].concat());
+    }
     let page = WatchPage::create(2).unwrap().0;
     write("shared", "page", &memory(&page, 8192));
     let region = SharedRegion::create(ShmLayout::new(2, 16 << 10).unwrap()).unwrap();
@@ -262,4 +265,29 @@ fn forms() -> Vec<(&'static str, String)> {
         ("schema-object", format!("\u{3}{schema}")),
         ("choices", "\u{4}yes\nno\nmaybe \u{e9}".into()),
     ]
+}
+
+/// What hosts say, with the byte that tells the target which kind it is.
+fn said_by_hosts() -> Vec<(String, u8, Vec<u8>)> {
+    use lockstep_comm::fuzzing::{framed, introduction};
+    let mut said = Vec::new();
+    // A stranger: nothing but the opening, one of another version, one that guesses at the tag.
+    for (name, version) in [("opening", 1), ("version", 9)] {
+        said.push((name.to_owned(), 0, [b"LOCKSTEP", &[version, b'h'][..], &[7; 64]].concat()));
+    }
+    let messages = lockstep_launch::fuzzing::host_messages();
+    let all: Vec<&[u8]> = messages.iter().map(|message| &**message).collect();
+    said.push(("frames".into(), 1, framed(&all)));
+    said.push(("meeting".into(), 1, framed(&[&introduction(1, b"addresses")])));
+    // Lengths that nobody has: none, one above the limit, all that fits.
+    for (name, length) in [("length-0", 0), ("length-above", (1 << 20) + 1), ("length-all", u32::MAX)] {
+        said.push((name.into(), 1, [&length.to_le_bytes()[..], &[0; 40]].concat()));
+    }
+    said.push(("length-most".into(), 1, [&(1u32 << 20).to_le_bytes()[..], b"and little else"].concat()));
+    said.extend(
+        messages.iter().enumerate().map(|(at, message)| (format!("message-{at:02}"), 2, message.clone())),
+    );
+    said.push(("addresses".into(), 3, [&[3, 0, 1, 2, 3, 2, 0, 9, 9][..]].concat()));
+    said.push(("addresses-long".into(), 3, vec![0xff, 0xff, 1]));
+    said
 }

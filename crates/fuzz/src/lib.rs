@@ -31,6 +31,8 @@ pub const TARGETS: &[Target] = &[
     Target { name: "requests", run: targets::requests, words: JSON, bounded: 4_000 },
     // A message between processes, as each of the five kinds.
     Target { name: "wire", run: targets::wire, words: &[], bounded: 40_000 },
+    // What another host says: the first byte says which of a stranger's bytes, a known sender's, a launcher's message, addresses.
+    Target { name: "hosts", run: targets::hosts, words: targets::HOST_WORDS, bounded: 20_000 },
     // A watch page and a rank group's memory; begins with the size of the file.
     Target { name: "shared", run: targets::shared, words: &[], bounded: 2_000 },
     // A GGUF file: header, metadata, tensors, vocabulary.

@@ -60,6 +60,7 @@ fn requests() {
 #[test]
 fn messages_and_shared_memory() {
     search("wire");
+    search("hosts");
     search("shared");
 }
 

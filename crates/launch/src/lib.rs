@@ -21,6 +21,7 @@
 mod cause;
 pub mod child;
 mod error;
+pub mod fuzzing;
 pub mod hosts;
 pub mod init;
 mod kernel;

@@ -34,7 +34,7 @@ const IMPORTS: &[(&str, &[&str])] = &[
     ("launch", &["core", "wire", "comm"]),
     ("sim", &["core", "wire", "comm", "kvcache", "scheduler", "engine"]),
     ("testkit", &[]),
-    ("fuzz", &["core", "wire", "comm", "weights", "grammar", "tokenizer", "api"]),
+    ("fuzz", &["core", "wire", "comm", "weights", "grammar", "tokenizer", "api", "launch"]),
     ("xtask", &["sim"]),
     ("cli", &["core", "wire", "comm", "weights", "backend", "model", "planner", "verify", "grammar", "kvcache", "scheduler", "engine",
               "tokenizer", "api", "launch", "sim"]),

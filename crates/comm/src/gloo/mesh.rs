@@ -187,7 +187,8 @@ fn pack(addresses: &[Vec<u8>]) -> Vec<u8> {
         .collect()
 }
 
-fn unpack(mut bytes: &[u8], size: usize) -> Option<Vec<Vec<u8>>> {
+/// What another rank's [`pack`] has made for `size` ranks; none for anything else.
+pub(crate) fn unpack(mut bytes: &[u8], size: usize) -> Option<Vec<Vec<u8>>> {
     let mut addresses = Vec::new();
     while let Some((len, rest)) = bytes.split_first_chunk() {
         let (address, rest) = rest.split_at_checked(u16::from_le_bytes(*len).into())?;

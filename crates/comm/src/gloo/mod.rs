@@ -40,7 +40,7 @@ mod transport;
 mod collective;
 mod group;
 mod lane;
-mod mesh;
+pub(crate) mod mesh;
 mod transport_types;
 
 pub use collective::GlooCollective;

@@ -2,11 +2,13 @@
 
 mod files;
 mod forms;
+mod hosts;
 mod shared;
 mod text;
 
 pub(crate) use files::{GGUF_WORDS, config, gguf, safetensors};
 pub(crate) use forms::{FORM_WORDS, forms};
+pub(crate) use hosts::{HOST_WORDS, hosts};
 pub(crate) use shared::shared;
 pub(crate) use text::{TEMPLATE_WORDS, template, tokenizer};
 

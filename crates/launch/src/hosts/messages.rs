@@ -22,7 +22,7 @@ impl Fact {
 }
 
 /// The first thing that host `host` has otherwise than host 0.
-pub(super) fn disagreement(host: usize, theirs: &[Fact], ours: &[Fact]) -> Option<String> {
+pub(crate) fn disagreement(host: usize, theirs: &[Fact], ours: &[Fact]) -> Option<String> {
     ours.iter().find_map(|our| {
         let their = theirs.iter().find(|their| their.name == our.name);
         let their = their.map_or("nothing", |their| &their.value);
@@ -37,10 +37,10 @@ pub(super) fn disagreement(host: usize, theirs: &[Fact], ours: &[Fact]) -> Optio
 
 /// What a host comes with.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Join {
-    pub(super) nnodes: usize,
-    pub(super) node_rank: usize,
-    pub(super) facts: Vec<Fact>,
+pub(crate) struct Join {
+    pub(crate) nnodes: usize,
+    pub(crate) node_rank: usize,
+    pub(crate) facts: Vec<Fact>,
 }
 
 /// What host 0 tells another.
@@ -87,7 +87,7 @@ pub struct StartOrder {
 
 /// What a host tells host 0.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum FromHost {
+pub(crate) enum FromHost {
     /// The first message.
     Join(Join),
     /// A child of its has ended although nobody asked it to; `Failed` follows.

@@ -27,6 +27,11 @@ pub use head::{Head, HeadSpec};
 pub use messages::{Fact, StartOrder, ToHost};
 pub use room::{Room, RoomSpec};
 
+/// Messages, for [`crate::fuzzing`].
+pub(crate) mod fuzzing {
+    pub(crate) use super::messages::{FromHost, Join, disagreement};
+}
+
 #[cfg(test)]
 mod tests;
 
