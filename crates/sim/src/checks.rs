@@ -74,6 +74,8 @@ pub struct Fairness {
     retractions: u64,
     /// Planned steps without a row that a decoding request tolerates.
     decode_gap_max: u64,
+    /// Pipeline stages.
+    stages: usize,
 }
 
 impl Fairness {
@@ -90,7 +92,8 @@ impl Fairness {
             stages => 2 * stages,
         };
         let decode_gap_max = turns * (decode_gap_max + 1) - 1;
-        Self { requests: BTreeMap::new(), accepted: 0, planned: 0, retractions: 0, decode_gap_max }
+        let (requests, stages) = (BTreeMap::new(), config.stages);
+        Self { requests, accepted: 0, planned: 0, retractions: 0, decode_gap_max, stages }
     }
 
     /// A request was accepted.
@@ -102,6 +105,20 @@ impl Fairness {
     /// A request ended.
     pub fn ended(&mut self, id: RequestId) {
         self.requests.remove(&id);
+    }
+
+    /// A step is launched: in a pipeline it decodes no more than an even part of the requests that can, so that the steps
+    /// of other stages have theirs. Who has been admitted and has not ended may decode.
+    pub fn shares_evenly(&self, plan: &StepPlan) -> Result<(), String> {
+        let decoding = plan.rows.iter().filter(|row| !row.is_prefill).count();
+        let admitted = self.requests.values().filter(|r| r.is_admitted).count();
+        if self.stages > 1 && decoding > admitted.div_ceil(self.stages) {
+            return Err(format!(
+                "step {} decodes {decoding} of {admitted} requests that {} stages share",
+                plan.step, self.stages
+            ));
+        }
+        Ok(())
     }
 
     /// A step was planned; `report` is the scheduler's state at its end.

@@ -74,6 +74,11 @@ impl Device {
         Ok((oldest.plan.step, tokens))
     }
 
+    /// Steps launched and not collected.
+    pub fn in_flight(&self) -> usize {
+        self.launched.len()
+    }
+
     /// Forgets the content of freed pages.
     pub fn poison(&mut self, pages: &[PageId]) {
         for &page in pages {

@@ -99,6 +99,8 @@ struct RankState {
     device: Device,
     /// Steps that have run, whose activations the next stage has.
     passed_on: usize,
+    /// The running step of its loop has launched one.
+    has_launched: bool,
     end: Option<RankEnd>,
     last_report: Option<StepReport>,
 }
@@ -156,6 +158,7 @@ impl Simulation {
             deadline_us: None,
             device: Device::new(config, scenario.lazy_devices),
             passed_on: 0,
+            has_launched: false,
             end: None,
             last_report: None,
         };
@@ -399,28 +402,12 @@ impl Simulation {
         self.note(Actor::Rank(rank), Action::Launch, plan.step, plan.rows.len() as u64);
         self.agreement.launched(rank, plan.clone())?;
         if rank == 0 {
+            self.fairness.shares_evenly(&plan)?;
             self.launched = Some(plan.clone());
         }
-        self.ranks[rank].device.launch(plan, &self.oracle).map_err(|what| format!("rank {rank}: {what}"))
-    }
-
-    /// The oldest step, once the device has run it, which takes what the stage before passes on.
-    fn collect(&mut self, rank: usize) -> Result<Option<Reply>, String> {
-        if self.awaits_activations(rank) {
-            return Ok(self.await_activations(rank));
-        }
-        self.run_oldest(rank).map(|()| None)
-    }
-
-    fn run_oldest(&mut self, rank: usize) -> Checked {
-        let collected = self.ranks[rank].device.collect(&self.oracle);
-        let (step, tokens) = collected.map_err(|what| format!("rank {rank}: {what}"))?;
-        self.agreement.collected(rank, tokens.clone())?;
-        self.note(Actor::Rank(rank), Action::Collect, step, tokens.len() as u64);
-        let tokens = if self.samples(rank) { tokens } else { Vec::new() };
-        let delay_us = self.delay(rank, self.scenario.timing.compute_us);
-        self.at(self.now_us + delay_us, Event::Resume(rank, Reply::Collected(step, tokens)));
-        Ok(())
+        self.ranks[rank].has_launched = true;
+        let launched = self.ranks[rank].device.launch(plan, &self.oracle);
+        launched.and_then(|()| self.has_room(rank)).map_err(|what| format!("rank {rank}: {what}"))
     }
 
     fn stepped(&mut self, rank: usize, report: StepReport, complaint: Option<String>) -> Checked {
@@ -439,6 +426,7 @@ impl Simulation {
         {
             self.fairness.planned(&plan, &report)?;
         }
+        self.ranks[rank].has_launched = false;
         self.ranks[rank].last_report = Some(report);
         Ok(())
     }
