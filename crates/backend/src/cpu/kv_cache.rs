@@ -2,7 +2,8 @@
 //!
 //! K and V are kept apart, each `[layer][page][kv_head][slot][head_dim]` f32, so a head's tokens of a
 //! page are contiguous and attention walks the page table without a copy. The system gives memory
-//! page by page as slots are first written, or [shortly before](super::ahead).
+//! page by page as slots are first written, or [shortly before](super::ahead). In a pool on huge pages a layer starts at
+//! one, else the first tokens would take two of them in most layers.
 //!
 //! ```text
 //! rope of the first r elements of a head, half-split pairs (products and sums rounded each):
@@ -26,6 +27,8 @@ pub struct CpuKvCache {
     /// Ends before the memory goes.
     ahead: Option<Ahead>,
     layout: KvLayout,
+    /// Elements from a layer of K, or V, to the next.
+    layer_stride: usize,
     k: Region,
     v: Region,
 }
@@ -35,17 +38,20 @@ impl CpuKvCache {
     /// a layer's pool is several of them, so that small pools stay small.
     pub(super) fn new(layout: KvLayout) -> Result<Self> {
         assert_eq!(layout.dtype, DType::F32, "type of K and V");
-        let bytes = layout.pool_bytes() / 2;
-        let huge = bytes / layout.local_layers.max(1) >= 4 * HUGE_PAGE;
-        let (k, v) = (Region::own(bytes, huge, "the KV pool")?, Region::own(bytes, huge, "the KV pool")?);
+        let layer_bytes = layout.pool_bytes() / 2 / layout.local_layers.max(1);
+        let huge = layer_bytes >= 4 * HUGE_PAGE;
+        let layer_stride = if huge { layer_bytes.next_multiple_of(HUGE_PAGE) } else { layer_bytes };
+        let region = || Region::own(layer_stride * layout.local_layers, huge, "the KV pool");
+        let (k, v) = (region()?, region()?);
         let ahead = Ahead::start(PoolPlaces {
             starts: [k.as_ptr::<u8>() as usize, v.as_ptr::<u8>() as usize],
             layers: layout.local_layers,
+            layer_stride,
             pages: layout.num_pages,
             page_bytes: layout.page_bytes() / 2 / layout.local_layers.max(1),
             page_size: layout.page_size,
         });
-        Ok(Self { ahead, layout, k, v })
+        Ok(Self { ahead, layout, layer_stride: layer_stride / size_of::<f32>(), k, v })
     }
 
     /// Its shape.
@@ -53,7 +59,8 @@ impl CpuKvCache {
         &self.layout
     }
 
-    /// All of K and V as `[layer][page][kv_head][slot][head_dim]`, to inspect or fill in tests.
+    /// All of K and V as `[layer][page][kv_head][slot][head_dim]`, to inspect or fill in tests; layers of a pool on huge pages
+    /// have room between them.
     pub fn parts_mut(&mut self) -> (&mut [f32], &mut [f32]) {
         (self.k.as_mut_slice(), self.v.as_mut_slice())
     }
@@ -79,7 +86,7 @@ impl CpuKvCache {
             layer < l.local_layers && page < l.num_pages && head < l.local_kv_heads && offset < l.page_size,
             "layer {layer}, page {page}, head {head}, offset {offset} lie inside the pool"
         );
-        (((layer * l.num_pages + page) * l.local_kv_heads + head) * l.page_size + offset) * l.head_dim
+        layer * self.layer_stride + ((page * l.local_kv_heads + head) * l.page_size + offset) * l.head_dim
     }
 
     /// K and V of the first slot of a page, for one layer and head; `page_size * head_dim` elements
