@@ -112,7 +112,7 @@ impl Kernel for Dot {
             }
             let mut total = S::splat(0.0);
             for a in acc {
-                total = S::add(total, S::to_f32(a));
+                total = S::add(total, S::as_floats(a));
             }
             S::sum(total)
         }

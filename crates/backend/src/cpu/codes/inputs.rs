@@ -17,8 +17,13 @@ const WHAT: &str = "rounded activations";
 const SCALES_MAX: usize = 2;
 /// The largest rounded value.
 const CODE_MAX: f32 = 127.0;
-/// Groups whose largest element is smaller count as zero: 127 over it would not be finite, and what they could add is
-/// below the precision of everything else.
+/// Scales are rounded up to so many bits behind the point.
+const SCALE_BITS: u32 = 2;
+/// Bits of a float behind the point.
+const MANTISSA_BITS: u32 = f32::MANTISSA_DIGITS - 1;
+/// What the last of a scale's bits can make of the power of two below it.
+pub(super) const SCALE_PARTS: [f32; 1 << SCALE_BITS] = [1.0, 1.25, 1.5, 1.75];
+/// Groups whose largest element is smaller count as zero: what they could add is below the precision of everything else.
 const TINY: f32 = 1e-30;
 /// Adding this to a float below 2^22 in size rounds it to an integer (ties to even), whose low byte it then holds.
 const ROUNDER: f32 = 1.5 * (1 << 23) as f32;
@@ -30,14 +35,15 @@ pub(in crate::cpu) const BLOCK_ROWS: usize = 8;
 #[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub(super) struct InputStep {
-    /// What a rounded value is worth.
-    pub scale: f32,
-    /// `scale` times the sum of the rounded values.
+    /// [`ROUNDER`] times the power of two in what a rounded value is worth, so that its last place is worth just that.
+    pub zero: f32,
+    /// What a rounded value is worth times the sum of the rounded values.
     pub scaled_sum: f32,
-    /// The lowest code times the sum of the rounded values: what products lack with codes that are counted from the lowest.
+    /// The bits of `zero`, plus the lowest code times the sum of the rounded values: what products lack with codes that
+    /// are counted from the lowest. Products added to it are the bits of a float that is above `zero` by them times the power.
     pub start: i32,
-    /// Keeps steps on 16 bytes.
-    unused: u32,
+    /// Which of [`SCALE_PARTS`] the power is to be multiplied by.
+    pub part: u32,
 }
 
 /// Memory for the rounded activations of one product at a time.
@@ -185,8 +191,16 @@ impl Kernel for Round {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         for first in (0..self.groups).step_by(ROUND_GROUPS) {
+            let count = ROUND_GROUPS.min(self.groups - first);
             // SAFETY: these groups are below the count that the caller promises.
-            unsafe { self.groups::<S>(first, ROUND_GROUPS.min(self.groups - first)) };
+            unsafe {
+                // A form for a known count keeps the groups in registers.
+                if count == ROUND_GROUPS {
+                    self.groups::<S>(first, ROUND_GROUPS);
+                } else {
+                    self.groups::<S>(first, count);
+                }
+            }
         }
     }
 }
@@ -213,13 +227,8 @@ impl Round {
                 sizes[group] = S::max(size(low), size(high));
             }
             let largest = largest_of_each::<S>(sizes);
-            // Nothing where the group is too small.
-            let inverse = S::div(S::splat(CODE_MAX), largest);
-            let inverse = S::zero_below(inverse, largest, S::splat(TINY));
-            let worth = S::div(largest, S::splat(CODE_MAX));
-            let worth = S::zero_below(worth, largest, S::splat(TINY));
-            let mut inverses = [0.0; LANES];
-            S::store(inverses.as_mut_ptr(), inverse);
+            let scales = lanes::<S>(largest).map(scale_of);
+            let inverses = scales.map(|scale| if scale == 0.0 { 0.0 } else { scale.recip() });
             let mut rounded = [[zero; ROUND_GROUPS]; 2];
             for group in 0..count {
                 let x = load(group);
@@ -230,7 +239,7 @@ impl Round {
                     rounded[half][group] = S::sub(word, S::splat(ROUNDER));
                 }
             }
-            // Small whole numbers, or NaN when an element is not finite: it is NaN itself, or `inverse` is 0.
+            // Small whole numbers, or NaN when an element is not finite: it is NaN itself, or its inverse is 0.
             let sums = match self.scales {
                 1 => {
                     for group in 0..count {
@@ -241,21 +250,56 @@ impl Round {
                 }
                 _ => rounded.map(|half| S::sums(half)),
             };
-            let scale = S::fma(zero, S::add(sums[0], sums[1]), worth);
-            let mut scales = [0.0; LANES];
-            S::store(scales.as_mut_ptr(), scale);
+            let not_finite = S::mul(zero, S::add(sums[0], sums[1]));
+            let powers = scales.map(|scale| split(scale).0);
+            let zeros = S::fma(S::load(powers.as_ptr()), S::splat(ROUNDER), not_finite);
+            // Infinite where the largest element is 2^111 or more: NaN as well.
+            let zeros = lanes::<S>(S::add(zeros, S::sub(zeros, zeros)));
+            let parts = scales.map(|scale| split(scale).1);
             for (index, sums) in sums.into_iter().enumerate().take(self.scales) {
-                let mut values = [0.0; LANES];
-                S::store(values.as_mut_ptr(), sums);
+                let scaled_sums = lanes::<S>(S::mul(S::load(scales.as_ptr()), sums));
+                // As integers, in a way that takes any bits: where they are none, `zero` is NaN.
+                let sums = lanes::<S>(S::add(sums, S::splat(ROUNDER)));
+                let integers = sums.map(|sum| sum.to_bits().wrapping_sub(ROUNDER.to_bits()) as i32);
+                let steps = self.steps.add((first * self.scales + index) * BLOCK_ROWS);
                 for group in 0..count {
-                    let (scale, sum) = (scales[group], values[group]);
-                    let (scaled_sum, start) = (scale * sum, self.lowest * sum as i32);
-                    let step = InputStep { scale, scaled_sum, start, unused: 0 };
-                    self.steps.add(((first + group) * self.scales + index) * BLOCK_ROWS).write(step);
+                    let zero = zeros[group];
+                    let lowest = self.lowest.wrapping_mul(integers[group]);
+                    let start = (zero.to_bits() as i32).wrapping_add(lowest);
+                    let step = InputStep { zero, scaled_sum: scaled_sums[group], start, part: parts[group] };
+                    steps.add(group * self.scales * BLOCK_ROWS).write(step);
                 }
             }
         }
     }
+}
+
+/// The lanes as numbers.
+///
+/// # Safety
+/// The machine supports `S`.
+#[inline(always)]
+unsafe fn lanes<S: Simd>(v: S::V) -> [f32; LANES] {
+    let mut lanes = [0.0; LANES];
+    // SAFETY: there is room for all lanes.
+    unsafe { S::store(lanes.as_mut_ptr(), v) };
+    lanes
+}
+
+/// What a rounded value of a group with this largest element is worth.
+#[inline(always)]
+fn scale_of(largest: f32) -> f32 {
+    let rest = (1 << (MANTISSA_BITS - SCALE_BITS)) - 1;
+    let scale = f32::from_bits(((largest / CODE_MAX).to_bits() + rest) & !rest);
+    if largest < TINY { 0.0 } else { scale }
+}
+
+/// The power of two and the index of the part that make a scale.
+#[inline(always)]
+fn split(scale: f32) -> (f32, u32) {
+    let bits = scale.to_bits();
+    let part = bits >> (MANTISSA_BITS - SCALE_BITS) & (SCALE_PARTS.len() as u32 - 1);
+    (f32::from_bits(bits >> MANTISSA_BITS << MANTISSA_BITS), part)
 }
 
 /// Lane `i` is the largest lane of `v[i]`.

@@ -1,6 +1,6 @@
 //! The inner loop of products of few rows with codes, and how codes are unpacked.
 
-use super::inputs::{BLOCK_ROWS, InputStep};
+use super::inputs::{BLOCK_ROWS, InputStep, SCALE_PARTS};
 use crate::cpu::matmul::{HINT_AHEAD_BYTES, Levels, Run};
 use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
 use lockstep_core::{CODE_GROUP, CodeLayout};
@@ -105,7 +105,7 @@ impl<const BITS: usize, const M: usize, const T: usize> Kernel for Accumulate<'_
 }
 
 impl<const BITS: usize, const M: usize, const T: usize> Accumulate<'_, BITS, M, T> {
-    /// What the products of a step start from.
+    /// What the products of a step are added to.
     ///
     /// # Safety
     /// `steps` is valid for `M` rows.
@@ -138,7 +138,7 @@ impl<const BITS: usize, const M: usize, const T: usize> Accumulate<'_, BITS, M, 
                 let w = w.add(t * tile_stride);
                 let scale = S::load_f16(w.cast());
                 for m in 0..M {
-                    let sum = S::mul(S::splat((*steps.add(m)).scale), S::to_f32(sums[m][t]));
+                    let sum = scaled::<S>(sums[m][t], &*steps.add(m));
                     acc[m][t] = S::fma(scale, sum, acc[m][t]);
                 }
                 if bases > 0 {
@@ -214,6 +214,19 @@ impl<const BITS: usize, const M: usize, const T: usize> Accumulate<'_, BITS, M, 
                 }
             }
         }
+    }
+}
+
+/// The sum of a step's products, scaled, exactly.
+///
+/// # Safety
+/// The machine supports `S`.
+#[inline(always)]
+pub(super) unsafe fn scaled<S: Simd>(sum: S::I, step: &InputStep) -> S::V {
+    // SAFETY: register operations only.
+    unsafe {
+        let by_power = S::sub(S::as_floats(sum), S::splat(step.zero));
+        S::mul(by_power, S::splat(SCALE_PARTS[step.part as usize]))
     }
 }
 

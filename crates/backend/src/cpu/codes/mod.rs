@@ -2,11 +2,16 @@
 //!
 //! ```text
 //! of each group g of 32 inputs of a row of activations:
-//!   xs[g] = max|x| / 127          xq[k] = round(x[k] * (127 / max|x|))
+//!   xs[g] = max|x| / 127, rounded up to three bits          xq[k] = round(x[k] * (1 / xs[g]))
 //! of an output, for ascending g of a leaf, from 0:
 //!   sum = fma(scale[g], xs[g] * Σ code[k]*xq[k], sum)
 //!   sum = fma(base[g],  xs[g] * Σ xq[k],         sum)     where the layout has bases
 //! ```
+//! A scale of three bits is a power of two times 4, 5, 6 or 7 quarters. The power needs no multiplication: products are summed
+//! onto the bits of a float whose last place is worth it, and what is above that float is their sum times the power, exactly. The
+//! quarters go into `scale[g]`, once for many rows; that product is exact too. So a product of many rows, whose multipliers
+//! are busy with the codes, takes a tenth less, and activations are rounded a tenth more coarsely at most a fifth of the way up.
+//!
 //! The integer sums are exact, and with [`has_base`](lockstep_core::CodeLayout::has_base) and
 //! [`scales`](lockstep_core::CodeLayout::scales) the float operations above are all there are, in this order; so,
 //! as for floats, one row or many, on any thread and instruction set, the bits are the same. Halves with

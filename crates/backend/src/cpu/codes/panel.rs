@@ -1,14 +1,17 @@
 //! Products of several rows with codes: a group of tiles is unpacked once, then blocks of rows pass by.
 //!
-//! A panel has, of each group of 32 inputs, the factors `[scales then bases][T][16]` in f32 and the codes
-//! `[8 vectors][T][64]`, a byte for each, whatever the layout is.
+//! A panel has, of each group of 32 inputs, the scales times each of [`SCALE_PARTS`] `[scale][part][T][16]` and the bases
+//! `[base][T][16]` in f32, then the codes `[8 vectors][T][64]`, a byte for each, whatever the layout is.
 
-use super::inputs::{BLOCK_ROWS, InputStep};
-use super::kernels::{FACTOR_BYTES, INPUTS, VECTOR_BYTES, unpack};
+use super::inputs::{BLOCK_ROWS, InputStep, SCALE_PARTS};
+use super::kernels::{FACTOR_BYTES, INPUTS, VECTOR_BYTES, scaled, unpack};
 use crate::cpu::matmul::{HINT_AHEAD_BYTES, Levels, NextTiles, Run};
 use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
 use lockstep_core::{CODE_GROUP, CodeLayout};
 
+/// Rows of a pass over a panel: with three tiles their integer and their float sums are all in registers. (Eight rows, whose float
+/// sums were in memory, took 5 % longer.)
+const ROWS: usize = 4;
 /// Vectors of a group.
 const VECTORS: usize = CODE_GROUP / INPUTS;
 /// Bytes of a factor of 16 outputs in a panel.
@@ -16,7 +19,12 @@ const PANEL_FACTOR_BYTES: usize = size_of::<f32>() * LANES;
 
 /// Bytes of a group of `tiles` tiles in a panel.
 pub(super) const fn panel_group_bytes(layout: CodeLayout, tiles: usize) -> usize {
-    tiles * (layout.factors() * PANEL_FACTOR_BYTES + VECTORS * VECTOR_BYTES)
+    tiles * (panel_factors(layout) * PANEL_FACTOR_BYTES + VECTORS * VECTOR_BYTES)
+}
+
+/// Factors of a group in a panel.
+const fn panel_factors(layout: CodeLayout) -> usize {
+    layout.factors() + (SCALE_PARTS.len() - 1) * layout.scales()
 }
 
 /// Fills a panel.
@@ -69,12 +77,18 @@ impl<const BITS: usize, const T: usize> Kernel for UnpackBits<BITS, T> {
                         S::prefetch(w.wrapping_add(HINT_AHEAD_BYTES + line * VECTOR_BYTES));
                     }
                     let panel = panel.add(group * panel_group_bytes(layout, T));
+                    let mut place = panel.add(t * PANEL_FACTOR_BYTES);
                     for factor in 0..factors {
-                        let place = panel.add((factor * T + t) * PANEL_FACTOR_BYTES);
-                        S::store(place.cast(), S::load_f16(w.add(factor * FACTOR_BYTES).cast()));
+                        let value = S::load_f16(w.add(factor * FACTOR_BYTES).cast());
+                        for part in
+                            &SCALE_PARTS[..if factor < layout.scales() { SCALE_PARTS.len() } else { 1 }]
+                        {
+                            S::store(place.cast(), S::mul(value, S::splat(*part)));
+                            place = place.add(T * PANEL_FACTOR_BYTES);
+                        }
                     }
                     let codes = w.add(factors * FACTOR_BYTES);
-                    let place = panel.add(factors * T * PANEL_FACTOR_BYTES + t * VECTOR_BYTES);
+                    let place = panel.add(panel_factors(layout) * T * PANEL_FACTOR_BYTES + t * VECTOR_BYTES);
                     let at = |vector: usize| place.wrapping_add(vector * T * VECTOR_BYTES);
                     S::store_bytes(at(0), unpack::<S, BITS, 0>(codes));
                     S::store_bytes(at(1), unpack::<S, BITS, 1>(codes));
@@ -138,21 +152,20 @@ impl PanelBlock<'_> {
     unsafe fn run_form<const BITS: usize, const NARROW: bool, const T: usize>(&self, isa: Isa) {
         // SAFETY: passed on to the caller.
         unsafe {
-            match self.rows {
-                4 => isa.run(PanelRows::<BITS, NARROW, 4, T>(self)),
-                // A constant, so that kernels with too few registers are not even compiled.
-                8 if const { T <= 3 } => isa.run(PanelRows::<BITS, NARROW, 8, T>(self)),
-                rows => unreachable!("no kernel takes {rows} rows of {T} tiles"),
+            for first in (0..self.rows).step_by(ROWS) {
+                isa.run(PanelRows::<BITS, NARROW, T> { block: self, first });
             }
         }
     }
 }
 
-/// [`PanelBlock`] for `M` rows. Integer sums are in registers; float sums, needed once a group, are in the levels. `BITS` of codes in the matrix, or 0 for a panel. `NARROW`: codes are below 64.
+/// Four rows of a [`PanelBlock`] in registers. `BITS` of codes in the matrix, or 0 for a panel. `NARROW`: codes are below 64.
 #[derive(Clone, Copy)]
-struct PanelRows<'a, const BITS: usize, const NARROW: bool, const M: usize, const T: usize>(
-    &'a PanelBlock<'a>,
-);
+struct PanelRows<'a, const BITS: usize, const NARROW: bool, const T: usize> {
+    block: &'a PanelBlock<'a>,
+    /// The first of the rows.
+    first: usize,
+}
 
 /// Bytes from one thing to the next.
 #[derive(Clone, Copy)]
@@ -167,67 +180,63 @@ struct Strides {
     vector: usize,
 }
 
-impl<const BITS: usize, const NARROW: bool, const M: usize, const T: usize> Kernel
-    for PanelRows<'_, BITS, NARROW, M, T>
-{
+impl<const BITS: usize, const NARROW: bool, const T: usize> Kernel for PanelRows<'_, BITS, NARROW, T> {
     type Output = ();
 
     /// # Safety
     /// As [`PanelBlock::run`].
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let PanelBlock { x: (mut x, mut steps), layout, levels, mut next, .. } = *self.0;
+        let PanelBlock { x: (x, steps), layout, levels, mut next, .. } = *self.block;
+        let (mut x, mut steps) = (x.wrapping_add(self.first * CODE_GROUP), steps.wrapping_add(self.first));
+        let levels = levels.rows_from::<T>(self.first);
         let (mut w, strides) = self.source();
-        let (scales, base) = (layout.scales(), layout.scales() * strides.factor);
-        // SAFETY: every row, tile and group named is below the counts that the caller promises; a block has `M` rows
+        // A scale is there once in the matrix, with each part in a panel.
+        let parts = if BITS == 0 { SCALE_PARTS.len() } else { 1 };
+        let scales = layout.scales();
+        // SAFETY: every row, tile and group named is below the counts that the caller promises; a block has four rows
         // from the first on, and the runs' groups follow each other.
         unsafe {
-            for run in self.0.runs {
-                let mut is_first = run.is_first;
-                let acc = levels.at(run.level);
+            for run in self.block.runs {
+                let mut acc = levels.begin::<S, ROWS, T>(*run);
                 for _ in 0..run.inputs / CODE_GROUP {
                     next.ask::<S, T>();
                     let (mut codes, mut x_at) = (w.add(strides.factors), x);
                     for scale in 0..scales {
                         let sums =
                             Self::products::<S>((&mut codes, &mut x_at), steps, VECTORS / scales, strides);
-                        let scale = w.add(scale * strides.factor);
-                        let factors = (scale, scale.wrapping_add(base), strides.tile_factor);
-                        match (is_first, layout.has_base()) {
-                            (true, true) => Self::finish::<S, true, true>(&sums, factors, steps, acc),
-                            (true, false) => Self::finish::<S, true, false>(&sums, factors, steps, acc),
-                            (false, true) => Self::finish::<S, false, true>(&sums, factors, steps, acc),
-                            (false, false) => Self::finish::<S, false, false>(&sums, factors, steps, acc),
+                        Self::scale::<S>(
+                            &sums,
+                            w.add(scale * parts * strides.factor),
+                            strides,
+                            steps,
+                            &mut acc,
+                        );
+                        if layout.has_base() {
+                            let base = w.add((scales * parts + scale) * strides.factor);
+                            Self::add_base::<S>(base, strides, steps, &mut acc);
                         }
-                        is_first = false;
                         steps = steps.add(BLOCK_ROWS);
                     }
                     x = x.add(BLOCK_ROWS * CODE_GROUP);
                     w = w.add(strides.group);
                 }
-                // A leaf without inputs is zero.
-                if run.joins > 0 || is_first {
-                    let run_so_far = Run { is_first, ..*run };
-                    let acc = levels.begin::<S, M, T>(run_so_far);
-                    levels.end::<S, M, T>(*run, acc);
-                }
+                levels.end::<S, ROWS, T>(*run, acc);
             }
         }
     }
 }
 
-impl<const BITS: usize, const NARROW: bool, const M: usize, const T: usize>
-    PanelRows<'_, BITS, NARROW, M, T>
-{
+impl<const BITS: usize, const NARROW: bool, const T: usize> PanelRows<'_, BITS, NARROW, T> {
     /// The first group and how things follow.
     #[inline(always)]
     fn source(self) -> (*const u8, Strides) {
-        let layout = self.0.layout;
-        match self.0.source {
+        let layout = self.block.layout;
+        match self.block.source {
             Source::Panel(panel) => {
                 let strides = Strides {
                     group: panel_group_bytes(layout, T),
-                    factors: layout.factors() * T * PANEL_FACTOR_BYTES,
+                    factors: panel_factors(layout) * T * PANEL_FACTOR_BYTES,
                     factor: T * PANEL_FACTOR_BYTES,
                     tile_factor: PANEL_FACTOR_BYTES,
                     tile_vector: VECTOR_BYTES,
@@ -253,18 +262,18 @@ impl<const BITS: usize, const NARROW: bool, const M: usize, const T: usize>
     /// kept all inputs in memory meanwhile, at half the speed.
     ///
     /// # Safety
-    /// `w` and `x` are valid for the vectors of `T` tiles and `M` rows, `steps` for `M` rows.
+    /// `w` and `x` are valid for the vectors of `T` tiles and four rows, `steps` for four rows.
     #[inline(always)]
     unsafe fn products<S: Simd>(
         (w, x): (&mut *const u8, &mut *const i8),
         steps: *const InputStep,
         vectors: usize,
         strides: Strides,
-    ) -> [[S::I; T]; M] {
+    ) -> [[S::I; T]; ROWS] {
         // SAFETY: passed on to the caller.
         unsafe {
-            let mut sums = [[S::splat_i32(0); T]; M];
-            for m in 0..M {
+            let mut sums = [[S::splat_i32(0); T]; ROWS];
+            for m in 0..ROWS {
                 sums[m] = [S::splat_i32((*steps.add(m)).start); T];
             }
             for _ in 0..if BITS == 4 { vectors / 2 } else { vectors } {
@@ -292,10 +301,10 @@ impl<const BITS: usize, const NARROW: bool, const M: usize, const T: usize>
     /// one a cycle but multiply two.
     ///
     /// # Safety
-    /// `x` is valid for the inputs of `M` rows.
+    /// `x` is valid for the inputs of four rows.
     #[inline(always)]
-    unsafe fn dots<S: Simd>(sums: &mut [[S::I; T]; M], codes: &[S::I; T], x: *const i8) {
-        for m in 0..M {
+    unsafe fn dots<S: Simd>(sums: &mut [[S::I; T]; ROWS], codes: &[S::I; T], x: *const i8) {
+        for m in 0..ROWS {
             // SAFETY: passed on to the caller.
             unsafe {
                 // The bytes of `x` are in memory order, as the codes are.
@@ -308,45 +317,59 @@ impl<const BITS: usize, const NARROW: bool, const M: usize, const T: usize>
         }
     }
 
-    /// Adds the scaled sums, and with `BASE` the bases, to the float sums, which count as zero if they are the `FIRST`.
+    /// Adds the scaled sums to the float sums.
     ///
     /// # Safety
-    /// `steps` and `acc` are valid for `M` rows, `scale` and, with `BASE`, `base` for `T` tiles, which follow at `stride`
-    /// bytes.
+    /// `steps` is valid for four rows, `scale` for `T` tiles and, in a panel, for each part.
     #[inline(always)]
-    unsafe fn finish<S: Simd, const FIRST: bool, const BASE: bool>(
-        sums: &[[S::I; T]; M],
-        (scale, base, stride): (*const u8, *const u8, usize),
+    unsafe fn scale<S: Simd>(
+        sums: &[[S::I; T]; ROWS],
+        scale: *const u8,
+        strides: Strides,
         steps: *const InputStep,
-        acc: *mut f32,
+        acc: &mut [[S::V; T]; ROWS],
     ) {
         // SAFETY: passed on to the caller.
         unsafe {
-            let factor = |p: *const u8, t: usize| p.add(t * stride);
-            for m in 0..M {
-                let step = *steps.add(m);
-                let (x_scale, scaled_sum) = (S::splat(step.scale), S::splat(step.scaled_sum));
-                for t in 0..T {
-                    let place = acc.add((m * T + t) * LANES);
-                    let before = if FIRST { S::splat(0.0) } else { S::load(place) };
-                    let sum = S::mul(x_scale, S::to_f32(sums[m][t]));
-                    let mut sum = S::fma(Self::load_factor::<S>(factor(scale, t)), sum, before);
-                    if BASE {
-                        sum = S::fma(Self::load_factor::<S>(factor(base, t)), scaled_sum, sum);
+            for m in 0..ROWS {
+                let step = &*steps.add(m);
+                if BITS == 0 {
+                    let scale = scale.add(step.part as usize * strides.factor);
+                    for t in 0..T {
+                        let by_power = S::sub(S::as_floats(sums[m][t]), S::splat(step.zero));
+                        let scale = S::load(scale.add(t * strides.tile_factor).cast());
+                        acc[m][t] = S::fma(scale, by_power, acc[m][t]);
                     }
-                    S::store(place, sum);
+                } else {
+                    for t in 0..T {
+                        let scale = S::load_f16(scale.add(t * strides.tile_factor).cast());
+                        acc[m][t] = S::fma(scale, scaled::<S>(sums[m][t], step), acc[m][t]);
+                    }
                 }
             }
         }
     }
 
-    /// A factor of 16 outputs.
+    /// Adds the bases times the sums of the inputs to the float sums.
     ///
     /// # Safety
-    /// `p` is valid for it.
+    /// `steps` is valid for four rows, `base` for `T` tiles.
     #[inline(always)]
-    unsafe fn load_factor<S: Simd>(p: *const u8) -> S::V {
+    unsafe fn add_base<S: Simd>(
+        base: *const u8,
+        strides: Strides,
+        steps: *const InputStep,
+        acc: &mut [[S::V; T]; ROWS],
+    ) {
         // SAFETY: passed on to the caller.
-        unsafe { if BITS == 0 { S::load(p.cast()) } else { S::load_f16(p.cast()) } }
+        unsafe {
+            for t in 0..T {
+                let base = base.add(t * strides.tile_factor);
+                let base = if BITS == 0 { S::load(base.cast()) } else { S::load_f16(base.cast()) };
+                for m in 0..ROWS {
+                    acc[m][t] = S::fma(base, S::splat((*steps.add(m)).scaled_sum), acc[m][t]);
+                }
+            }
+        }
     }
 }

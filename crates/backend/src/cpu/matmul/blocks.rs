@@ -2,12 +2,16 @@
 
 use super::hints::{NextTiles, STRETCH};
 use super::kernels::{Block, F32, Levels, Stream, Weight, pays_to_widen, widen};
-use super::{Blocks, Cut, Matmul, PANEL_LEN, Part, SHAPE_ROWS_MAX, group_tiles, rows_max};
+use super::{Blocks, Cut, Matmul, Part, SHAPE_ROWS_MAX, group_tiles, rows_max};
 use crate::cpu::packed::PackedLinear;
 use crate::cpu::simd::{Isa, LANES};
 use crate::cpu::tensor::RowsIn;
 use std::marker::PhantomData;
 use std::ops::Range;
+
+/// Elements of a panel of floats: 36 KiB stay in a first-level cache while rows pass by. From the second level kernels were 9 % slower.
+const FLOAT_PANEL_LEN: usize = 9 << 10;
+const _: () = assert!(FLOAT_PANEL_LEN <= super::PANEL_LEN, "there is memory for it");
 
 /// Rows of floats and a matrix of floats of type `W`.
 pub(super) struct FloatBlocks<'a, W> {
@@ -31,7 +35,7 @@ impl<W: Weight> Blocks for FloatBlocks<'_, W> {
     }
 
     fn inputs_at_once(&self, tiles: usize, cut: Cut) -> usize {
-        if cut.blocks == 1 { usize::MAX } else { PANEL_LEN / (tiles * LANES) }
+        if cut.blocks == 1 { usize::MAX } else { FLOAT_PANEL_LEN / (tiles * LANES) }
     }
 
     fn prepare<const T: usize>(&self, tile: usize, inputs: &Range<usize>, cut: Cut, panel: &mut [f32]) {

@@ -137,6 +137,12 @@ impl Levels {
         Self { start: memory.as_mut_ptr(), stride: memory.len() / TREE_LEVELS }
     }
 
+    /// The levels of the rows from `row` on.
+    #[inline(always)]
+    pub(in crate::cpu) fn rows_from<const T: usize>(self, row: usize) -> Self {
+        Self { start: self.start.wrapping_add(row * T * LANES), ..self }
+    }
+
     /// Where level `level` starts.
     #[inline(always)]
     pub(in crate::cpu) fn at(&self, level: usize) -> *mut f32 {

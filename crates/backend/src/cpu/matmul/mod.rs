@@ -44,8 +44,9 @@ use std::ops::Range;
 pub(super) const SHAPE_ROWS_MAX: usize = 8;
 /// Tiles of one group at most.
 pub(super) const GROUP_TILES_MAX: usize = 4;
-/// Elements of a panel: 36 KiB stay in a first-level cache while rows pass by. From the second level kernels were 9 % slower.
-pub(super) const PANEL_LEN: usize = 9 << 10;
+/// Elements of the largest panel, that of codes: 46 KiB are 18 groups of three tiles, so that many layers' inputs fit at once. With
+/// half of that kernels were no faster, and what waits for the other half went through the second-level cache.
+pub(super) const PANEL_LEN: usize = 23 << 9;
 /// Rows of a band at most whose sums wait in scratch memory between parts of the inputs.
 const WAITING_ROWS_MAX: usize = 192;
 /// Rows of a band at least, where bands make work for many threads: each band widens all weights.

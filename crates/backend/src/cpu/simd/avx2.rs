@@ -284,7 +284,7 @@ impl Simd for Avx2 {
     }
     #[inline]
     #[target_feature(enable = "avx2")]
-    unsafe fn to_f32(v: Self::I) -> Self::V {
-        (_mm256_cvtepi32_ps(v.0), _mm256_cvtepi32_ps(v.1))
+    unsafe fn as_floats(v: Self::I) -> Self::V {
+        (_mm256_castsi256_ps(v.0), _mm256_castsi256_ps(v.1))
     }
 }

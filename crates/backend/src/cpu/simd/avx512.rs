@@ -309,7 +309,7 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
     }
     #[inline]
     #[target_feature(enable = "avx512f")]
-    unsafe fn to_f32(v: Self::I) -> Self::V {
-        _mm512_cvtepi32_ps(v)
+    unsafe fn as_floats(v: Self::I) -> Self::V {
+        _mm512_castsi512_ps(v)
     }
 }

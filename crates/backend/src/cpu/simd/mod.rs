@@ -235,8 +235,8 @@ pub(super) trait Simd: Copy + 'static {
     /// Lane `i` of `acc` plus the sum over `j` of the unsigned byte `4i + j` of `codes` times the signed byte `4i + j` of
     /// `x`. Exact. With `NARROW` the codes are below 64.
     unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: Self::I) -> Self::I;
-    /// Each integer as a float; exact below 2^24.
-    unsafe fn to_f32(v: Self::I) -> Self::V;
+    /// The bits of each integer as those of a float.
+    unsafe fn as_floats(v: Self::I) -> Self::V;
 }
 
 /// Elements `i..i+16` of `p[..len]`, zero beyond `len`.

@@ -401,7 +401,7 @@ impl<const DOT: u8> Simd for Neon<DOT> {
     }
     #[inline]
     #[target_feature(enable = "neon")]
-    unsafe fn to_f32(v: Self::I) -> Self::V {
-        each!(part => vcvtq_f32_s32(v[part]))
+    unsafe fn as_floats(v: Self::I) -> Self::V {
+        each!(part => vreinterpretq_f32_s32(v[part]))
     }
 }

@@ -171,7 +171,7 @@ impl Simd for Portable {
         })
     }
     #[inline(always)]
-    unsafe fn to_f32(v: Self::I) -> Self::V {
-        v.map(|x| x as f32)
+    unsafe fn as_floats(v: Self::I) -> Self::V {
+        v.map(|x| f32::from_bits(x as u32))
     }
 }

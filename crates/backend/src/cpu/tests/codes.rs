@@ -151,10 +151,16 @@ pub(super) fn round(x: &[f32]) -> (f32, Vec<i32>) {
     if largest < 1e-30 {
         return (0.0, vec![0; x.len()]);
     }
-    let inverse = 127.0 / largest;
+    let mut power = f32::MIN_POSITIVE;
+    while 2.0 * power <= largest / 127.0 {
+        power *= 2.0;
+    }
+    let parts = [1.0, 1.25, 1.5, 1.75, 2.0];
+    let scale = parts.map(|part| part * power).into_iter().find(|scale| *scale >= largest / 127.0).unwrap();
+    let inverse = 1.0 / scale;
     // Rounded once, as the kernels' fused operation does.
     let code = |v: &f32| (f64::from(*v) * f64::from(inverse)).round_ties_even() as i32;
-    (largest / 127.0, x.iter().map(code).collect())
+    (scale, x.iter().map(code).collect())
 }
 
 #[test]
