@@ -1,5 +1,6 @@
 //! Where a rank stands in a pipeline, as its device needs to know.
 
+use lockstep_core::HostMap;
 use std::time::Duration;
 
 /// A rank's place among the stages of its replica, and what passes through.
@@ -19,6 +20,8 @@ pub struct PipelinePlace {
     pub patience: Duration,
     /// Several ranks may use one device.
     pub shares_gpus: bool,
+    /// Which of the replica's ranks are on which host.
+    pub hosts: HostMap,
 }
 
 impl PipelinePlace {
@@ -36,11 +39,22 @@ impl PipelinePlace {
     pub fn next(&self) -> Option<usize> {
         (self.stage() + 1 < self.stages).then_some(self.rank + self.stage_size)
     }
+
+    /// The rank that passes activations on to it, if its stage is not the first.
+    pub fn previous(&self) -> Option<usize> {
+        self.rank.checked_sub(self.stage_size)
+    }
+
+    /// Whether the rank `other` is on this one's host.
+    pub fn shares_host_with(&self, other: usize) -> bool {
+        self.hosts.shares_host([self.rank, other])
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_core::Topology;
 
     #[test]
     fn neighbours_have_the_same_place_in_their_stages() {
@@ -52,9 +66,15 @@ mod tests {
             cols: 64,
             patience: Duration::from_secs(1),
             shares_gpus: false,
+            hosts: HostMap::new(&Topology { tp_size: 2, pp_size: 3, dp_size: 1 }, 2).unwrap(),
         };
         let next = [0, 1, 2, 3, 4, 5].map(|rank| place(rank).next());
         assert_eq!(next, [Some(2), Some(3), Some(4), Some(5), None, None]);
+        let previous = [0, 1, 2, 3, 4, 5].map(|rank| place(rank).previous());
+        assert_eq!(previous, [None, None, Some(0), Some(1), Some(2), Some(3)]);
         assert_eq!((place(3).stage(), place(3).first_of_stage()), (1, 2));
+        // Three ranks a host.
+        let stays = |rank: usize| place(rank).next().map(|next| place(rank).shares_host_with(next));
+        assert_eq!([0, 1, 2, 3, 4].map(stays), [Some(true), Some(false), Some(false), Some(true), None]);
     }
 }

@@ -8,7 +8,7 @@ use lockstep_comm::watch::Mark;
 use lockstep_comm::{Collective, Patience, meeting};
 use lockstep_core::{DType, WeightMode};
 use lockstep_engine::config::RankHosts;
-use lockstep_engine::gpu::{self, Joined};
+use lockstep_engine::gpu::{self, JoinSpec, Joined};
 use lockstep_engine::start::Groups;
 use lockstep_engine::{DeviceConfig, EngineError, RankConfig};
 use std::os::fd::OwnedFd;
@@ -46,12 +46,21 @@ pub fn on_device<T: RankTask>(
         }
         DeviceConfig::Cuda { memory_ratio, gpus } => {
             let dtype = config.weights.cast().unwrap_or(DType::Bf16);
-            let patience = config.patience();
-            let Joined { backend, mut groups } = gpu::join(gpus, dtype, patience, groups)?;
+            let abort = AbortHandle::new(region).map_err(EngineError::from)?;
+            let hosts = config.host_map();
+            let join = JoinSpec {
+                dtype,
+                patience: config.patience(),
+                hosts,
+                address: config.hosts.as_ref().map(|hosts| hosts.address),
+                abort: Some(abort),
+            };
+            let Joined { backend, mut groups } = gpu::join(gpus, &join, groups)?;
             let free = backend.free_bytes()?;
             // Nobody takes memory before all who share a GPU have asked how much is free.
             groups.replica.barrier(Patience::Idle)?;
-            let sharing = gpus.sharing(config.parallel.replica_rank(), config.parallel.replica_size());
+            let rank = hosts.local_rank(config.parallel.replica_rank());
+            let sharing = gpus.sharing(rank, hosts.ranks_per_host());
             let shared_by = if sharing > 1 { format!(", shared by {sharing} ranks") } else { String::new() };
             let config = RankConfig {
                 // Kernels compute in one type, so weights are loaded in it.

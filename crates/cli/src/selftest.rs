@@ -24,7 +24,7 @@ pub fn run(flags: &SelftestFlags) -> Result<()> {
     for name in &flags.dtype {
         let flag = DtypeFlag { dtype: name.clone() };
         let dtype = flag.convert().map_err(CliError::with(ExitCode::Flags))?.unwrap_or(DType::Bf16);
-        let options = CudaOptions { gpu: flags.gpu, dtype, patience: None };
+        let options = CudaOptions { gpu: flags.gpu, dtype };
         let mut show = |outcome: &Outcome| {
             failed += usize::from(!outcome.passed());
             let verdict = if outcome.passed() { "" } else { "FAILED: " };

@@ -9,7 +9,9 @@ use crate::pull;
 use crate::serve::memory;
 use lockstep_backend::cuda;
 use lockstep_core::limits::FLAG_FILE_BYTES_MAX;
-use lockstep_core::{DType, ExitCode, ModelConfig, StageLayers, TokenId, Topology, WeightMode, files, shard};
+use lockstep_core::{
+    DType, ExitCode, HostMap, ModelConfig, StageLayers, TokenId, Topology, WeightMode, files, shard,
+};
 use lockstep_engine::{DeviceConfig, GpuPlan};
 use lockstep_model::{DummyWeights, WeightSource, has_codes};
 use lockstep_tokenizer::{TextModel, TextOptions};
@@ -60,10 +62,11 @@ pub fn run(flags: &VerifyFlags) -> Result<()> {
     let topology = Topology { pp_size: max(&pp_sizes), ..Topology::tensor_parallel(max(&tp_sizes)) };
     let largest = topology.world_size();
     let kind = if on_gpus { "cuda" } else { "cpu" };
-    let gpus = match flags.gpus.device(kind, None, &topology).map_err(&flag_error)? {
-        DeviceConfig::Cuda { gpus, .. } => gpus,
-        DeviceConfig::Cpu => GpuPlan::default(),
-    };
+    let gpus =
+        match flags.gpus.device(kind, None, (&topology, &HostMap::single(&topology))).map_err(&flag_error)? {
+            DeviceConfig::Cuda { gpus, .. } => gpus,
+            DeviceConfig::Cpu => GpuPlan::default(),
+        };
     // Before the reference runs, which takes longer.
     devices
         .iter()

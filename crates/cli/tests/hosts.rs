@@ -357,6 +357,65 @@ fn who_does_not_belong_is_refused_in_one_sentence() {
     assert!(exit.code == Some(2) && last_line(&exit).contains(SECRET), "{}", exit.output);
 }
 
+/// A folder with a library that has NCCL's functions as far as a launcher needs them, which is the version; `None` without a
+/// C compiler.
+fn nccl_of_version(version: u32, temp: &TempDir) -> Option<PathBuf> {
+    let folder = temp.path().join(format!("nccl-{version}"));
+    std::fs::create_dir(&folder).unwrap();
+    let never = ["GetUniqueId", "CommInitRank", "AllReduce", "AllGather", "Send", "Recv"];
+    let functions = never.map(|name| format!("int nccl{name}(void) {{ return 3; }}\n")).concat();
+    let code = format!("{functions}int ncclGetVersion(int *v) {{ *v = {version}; return 0; }}\n");
+    let source = folder.join("nccl.c");
+    std::fs::write(&source, code).unwrap();
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-o"]).arg(folder.join("libnccl.so.2")).arg(source);
+    match compiler.status() {
+        Ok(status) => {
+            assert!(status.success(), "cc: {status}");
+            Some(folder)
+        }
+        Err(error) => {
+            eprintln!("skipped: cc: {error}");
+            None
+        }
+    }
+}
+
+/// No GPUs here: launchers refuse each other before a rank is started.
+#[test]
+fn hosts_whose_gpus_cannot_talk_are_named_before_ranks_start() {
+    if !has_gloo() {
+        return;
+    }
+    let (_fixture, temp, model) = fixture();
+    let (Some(ours), Some(older)) = (nccl_of_version(22_805, &temp), nccl_of_version(22_703, &temp)) else {
+        return;
+    };
+    let target = format!("127.0.0.1:{}", lockstep_testkit::server::free_port());
+    let serve = |node: usize, device: &str, nccl: &Path| {
+        let command = ServeCommand::new(BINARY, &model).tp(2).flag("--nnodes", 2).flag("--node-rank", node);
+        let command = command.flag("--dist-init-addr", &target).flag("--device", device);
+        let command = command.env(lockstep_comm::library::FOLDERS_VARIABLE, nccl);
+        command.env(SECRET, Path::new("a secret for these tests only"))
+    };
+    let mut head = serve(0, "cuda", &ours).spawn();
+    let refused = |command: ServeCommand, words: &str| {
+        let exit = command.run_to_exit(REFUSAL_LIMIT);
+        assert!(exit.code == Some(2) && last_line(&exit).contains(words), "{}", exit.output);
+    };
+    refused(serve(1, "cuda", &older), "host 1 has NCCL 2.27.3, host 0 has 2.28.5");
+    refused(serve(1, "cpu", &ours), "host 1 has --device cpu, host 0 has cuda");
+    refused(serve(1, "cuda", &ours).switch("--share-gpu"), "--share-gpu is for TP groups of one host");
+    refused(serve(1, "cuda", &ours).flag("--gpu-ids", "0,1"), "2 GPUs for 1 ranks of this host");
+    if lockstep_comm::nccl::library_version().is_err() {
+        let nothing = temp.path().join("nothing");
+        refused(serve(1, "cuda", &nothing), "host 1 has NCCL none (cannot open libnccl.so.2");
+        refused(serve(0, "cuda", &nothing), "host 0 cannot reach the GPUs of other hosts: cannot open");
+    }
+    head.signal(Signal::Term);
+    assert_eq!(head.wait_exit(EXIT_LIMIT).code, Some(143));
+}
+
 #[test]
 fn without_gloo_several_hosts_are_refused_with_the_way_to_get_it() {
     if lockstep_comm::gloo::IS_BUILT {

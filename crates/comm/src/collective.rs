@@ -91,6 +91,16 @@ pub enum CollectiveError {
         /// The transport's words.
         problem: String,
     },
+    /// NCCL has lost some other rank; it does not say which.
+    #[error("rank {rank} lost another rank in {operation}: {problem}")]
+    LostAny {
+        /// This rank.
+        rank: usize,
+        /// What it was doing.
+        operation: &'static str,
+        /// The library's words.
+        problem: String,
+    },
     /// Ranks on several hosts cannot be connected.
     #[error("rank {rank} cannot join the ranks of other hosts: {problem}")]
     Mesh {
@@ -113,7 +123,17 @@ use std::ffi::c_void;
 impl CollectiveError {
     /// Whether somebody else's end is behind it, which is named where that is seen.
     pub fn is_consequence(&self) -> bool {
-        matches!(self, Self::Aborted { .. } | Self::Lost { .. })
+        matches!(self, Self::Aborted { .. } | Self::Lost { .. } | Self::LostAny { .. })
+    }
+
+    /// The rank that did not come, where one is known.
+    pub fn missing(&self) -> Option<usize> {
+        match self {
+            Self::Timeout { missing, .. }
+            | Self::DeviceTimeout { missing, .. }
+            | Self::Lost { missing, .. } => Some(*missing),
+            _ => None,
+        }
     }
 }
 

@@ -30,7 +30,7 @@ pub trait ProcessGroup: Send {
     fn broadcast(&mut self, data: &mut [u8], root: usize, patience: Patience) -> Result<()>;
 }
 
-/// Consecutive ranks of a larger group, as a group of their own.
+/// Some ranks of a larger group, evenly spaced, as a group of their own.
 ///
 /// **Collective:** all parts of the larger group call the same methods at the same time with equal sizes, each for itself: what
 /// travels, travels through all.
@@ -38,6 +38,8 @@ pub struct PartOf<'a> {
     whole: &'a mut dyn ProcessGroup,
     first: usize,
     size: usize,
+    /// From one rank of the part to the next.
+    stride: usize,
 }
 
 impl<'a> PartOf<'a> {
@@ -45,7 +47,14 @@ impl<'a> PartOf<'a> {
     pub fn of(whole: &'a mut dyn ProcessGroup, size: usize) -> Self {
         assert!(size > 0 && whole.size().is_multiple_of(size), "{} ranks in parts of {size}", whole.size());
         let first = whole.rank() / size * size;
-        Self { whole, first, size }
+        Self { whole, first, size, stride: 1 }
+    }
+
+    /// The ranks with the calling rank's place in such parts, one of each. Panics when it cannot be cut so.
+    pub fn across(whole: &'a mut dyn ProcessGroup, size: usize) -> Self {
+        assert!(size > 0 && whole.size().is_multiple_of(size), "{} ranks in parts of {size}", whole.size());
+        let (first, parts) = (whole.rank() % size, whole.size() / size);
+        Self { whole, first, size: parts, stride: size }
     }
 
     /// Its first rank's number in the larger group.
@@ -56,7 +65,7 @@ impl<'a> PartOf<'a> {
 
 impl ProcessGroup for PartOf<'_> {
     fn rank(&self) -> usize {
-        self.whole.rank() - self.first
+        (self.whole.rank() - self.first) / self.stride
     }
 
     fn size(&self) -> usize {
@@ -70,8 +79,10 @@ impl ProcessGroup for PartOf<'_> {
     fn all_gather(&mut self, send: &[u8], recv: &mut [u8], patience: Patience) -> Result<()> {
         let mut all = vec![0; send.len() * self.whole.size()];
         self.whole.all_gather(send, &mut all, patience)?;
-        let start = self.first * send.len();
-        recv.copy_from_slice(&all[start..start + self.size * send.len()]);
+        for index in 0..self.size {
+            let from = (self.first + index * self.stride) * send.len();
+            recv[index * send.len()..][..send.len()].copy_from_slice(&all[from..][..send.len()]);
+        }
         Ok(())
     }
 
@@ -103,6 +114,30 @@ mod tests {
         let ends: Vec<_> = ends.unwrap().into_iter().map(|end| end.unwrap().unwrap()).collect();
         let expected =
             [(0, 2, 0, [0, 1], 1), (1, 2, 0, [0, 1], 1), (0, 2, 2, [2, 3], 3), (1, 2, 2, [2, 3], 3)];
+        assert_eq!(ends, expected);
+    }
+
+    #[test]
+    fn parts_across_have_one_rank_of_each() {
+        let ends = shm::as_threads(6, ShmOptions::for_ranks(6), |mut group, _| {
+            let rank = group.rank() as u8;
+            let mut part = PartOf::across(&mut group, 2);
+            let mut heard = [0; 3];
+            part.all_gather(&[rank], &mut heard, Patience::Idle)?;
+            let mut word = [rank];
+            part.broadcast(&mut word, 0, Patience::Idle)?;
+            Ok::<_, CollectiveError>((part.rank(), part.size(), heard, word[0]))
+        });
+        let ends: Vec<_> = ends.unwrap().into_iter().map(|end| end.unwrap().unwrap()).collect();
+        let (even, odd) = ([0, 2, 4], [1, 3, 5]);
+        let expected = [
+            (0, 3, even, 0),
+            (0, 3, odd, 1),
+            (1, 3, even, 0),
+            (1, 3, odd, 1),
+            (2, 3, even, 0),
+            (2, 3, odd, 1),
+        ];
         assert_eq!(ends, expected);
     }
 }

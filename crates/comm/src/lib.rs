@@ -8,6 +8,7 @@
 //! | [`shm`] | both | `ProcessGroup` and `Collective` over shared memory, for ranks of one host |
 //! | [`gloo`] | both | the same over TCP, for ranks of several hosts |
 //! | [`secret`], [`trusted`], [`meeting`] | – | how processes of several hosts come to know each other |
+//! | [`interface`] | – | which network interface has an address |
 //! | [`watch`] | – | the page that shows where every process stands |
 //! | [`library`] | – | shared libraries found when the program runs, for the devices |
 //! | [`nccl`] | data | `Collective` over NCCL, for ranks with a GPU each |
@@ -25,6 +26,7 @@ pub mod collective;
 pub mod fuzzing;
 pub mod gloo;
 pub mod group;
+pub mod interface;
 pub mod library;
 pub mod link;
 mod mapping;

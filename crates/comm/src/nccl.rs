@@ -1,7 +1,9 @@
-//! [`Collective`] over NCCL, for ranks that compute on GPUs of one host.
+//! [`Collective`] over NCCL, for ranks that have a GPU each, on one host or several.
 //!
-//! Host tensors (stream [`StreamHandle::HOST`]) go to the shared-memory collective that every rank has
-//! anyway; device tensors go to NCCL, queued on the caller's stream. NCCL is found when the first
+//! Host tensors (stream [`StreamHandle::HOST`]) go to the collective of CPUs that every rank has
+//! anyway; device tensors go to NCCL, queued on the caller's stream. Ranks on several hosts meet, and talk where there
+//! is nothing faster, through the network interface of the address that their host is reached at
+//! ([`NcclCollective::use_interface_of`]). NCCL is found when the first
 //! communicator is made. NVLink multicast stays off (`NCCL_NVLS_ENABLE=0`): programs that end while using
 //! it can put GPUs out of service.
 //!
@@ -13,14 +15,19 @@
 use crate::collective::{Collective, CollectiveError, Result, StreamHandle};
 use crate::function_table;
 use crate::group::{Patience, ProcessGroup};
+use crate::interface;
 use crate::library::{Library, LibraryError};
 use lockstep_core::DType;
 use std::ffi::{c_int, c_void};
+use std::net::IpAddr;
 
 /// What NCCL is told unless the user says otherwise: no NVLink multicast, and all connections made when
 /// the ranks meet. Made at the first sum, they would wait on the host, without a limit, for a rank that has
 /// stopped.
 const SETTINGS: [(&str, &str); 2] = [("NCCL_NVLS_ENABLE", "0"), ("NCCL_RUNTIME_CONNECT", "0")];
+/// What tells NCCL which interfaces it may use, and which kind of their addresses.
+const INTERFACE: &str = "NCCL_SOCKET_IFNAME";
+const FAMILY: &str = "NCCL_SOCKET_FAMILY";
 /// Bytes of `ncclUniqueId`.
 const UNIQUE_ID_BYTES: usize = 128;
 
@@ -72,7 +79,7 @@ fn data_type(dtype: DType) -> c_int {
     }
 }
 
-/// A TP group whose ranks have a GPU each.
+/// A TP group, or the ranks of a pipeline, with a GPU each.
 pub struct NcclCollective {
     api: Nccl,
     communicator: Communicator,
@@ -96,6 +103,23 @@ impl NcclCollective {
                 unsafe { std::env::set_var(name, value) };
             }
         }
+    }
+
+    /// Has NCCL use the network interface of `address`, one of this host, unless the user has said which; gives what it
+    /// is told, for people. Errors when no interface has that address.
+    ///
+    /// # Safety
+    /// As [`Self::prepare_environment`].
+    pub unsafe fn use_interface_of(address: IpAddr) -> std::result::Result<String, String> {
+        if let Some(own) = std::env::var_os(INTERFACE) {
+            return Ok(format!("{INTERFACE}={}", own.display()));
+        }
+        let settings = interface_settings(address)?;
+        for (name, value) in &settings {
+            // SAFETY: the caller's promise.
+            unsafe { std::env::set_var(name, value) };
+        }
+        Ok(settings.map(|(name, value)| format!("{name}={value}")).join(" "))
     }
 
     /// Joins the ranks of `host` on the devices whose contexts are current. `group` carries the meeting
@@ -129,13 +153,36 @@ impl NcclCollective {
     }
 }
 
+/// What NCCL is told so that it uses the interface of `address`.
+fn interface_settings(address: IpAddr) -> std::result::Result<[(&'static str, String); 2], String> {
+    let of_system = |e| format!("the network interfaces of this host cannot be read: {e}");
+    let name = interface::of_address(address).map_err(of_system)?.ok_or_else(|| {
+        format!("no network interface of this host has {address}; give --dist-address one that has, or {INTERFACE}")
+    })?;
+    // Without `=` it would be the beginning of names.
+    let family = if address.is_ipv4() { "AF_INET" } else { "AF_INET6" };
+    Ok([(INTERFACE, format!("={name}")), (FAMILY, family.to_owned())])
+}
+
 fn check(code: c_int, rank: usize, operation: &'static str) -> Result<()> {
     match code {
         0 => Ok(()),
         code => {
             let left = rustix::fs::statvfs("/dev/shm").ok().map(|disk| disk.f_bavail * disk.f_frsize);
-            Err(CollectiveError::Invalid { rank, operation, problem: problem_of(code, left) })
+            Err(error_of(code, (rank, operation), left))
         }
+    }
+}
+
+/// `ncclRemoteError`: another rank's process or the network between hosts is gone.
+const REMOTE: c_int = 6;
+
+/// The error of result `code`; `left` as for [`problem_of`].
+fn error_of(code: c_int, (rank, operation): (usize, &'static str), left: Option<u64>) -> CollectiveError {
+    let problem = problem_of(code, left);
+    match code {
+        REMOTE => CollectiveError::LostAny { rank, operation, problem },
+        _ => CollectiveError::Invalid { rank, operation, problem },
     }
 }
 
@@ -151,7 +198,7 @@ fn problem_of(code: c_int, left: Option<u64>) -> String {
         3 => "an internal error",
         4 => "an invalid argument",
         5 => "an invalid use, such as two ranks on one GPU",
-        6 => "an error of another rank",
+        REMOTE => "another rank's process or the network has ended",
         _ => "a result that this version does not know",
     };
     match left.filter(|&left| code == 2 && left < SHARED_MEMORY_MIN) {
@@ -247,7 +294,24 @@ impl Collective for NcclCollective {
 
 #[cfg(test)]
 mod tests {
-    use super::problem_of;
+    use super::{REMOTE, error_of, interface_settings, problem_of};
+
+    #[test]
+    fn a_rank_that_loses_another_is_not_the_first_cause() {
+        assert!(error_of(REMOTE, (0, "all-reduce"), None).is_consequence());
+        assert!((1..6).all(|code| !error_of(code, (0, "all-reduce"), None).is_consequence()));
+    }
+
+    #[test]
+    fn nccl_is_told_exactly_the_interface_of_an_address() {
+        for (address, family) in [("127.0.0.1", "AF_INET"), ("127.0.0.2", "AF_INET")] {
+            let settings = interface_settings(address.parse().unwrap()).unwrap();
+            assert_eq!(settings.map(|(_, value)| value), ["=lo", family], "{address}");
+        }
+        // For documentation only, so nobody has it.
+        let refused = interface_settings("192.0.2.1".parse().unwrap()).unwrap_err();
+        assert!(refused.contains("192.0.2.1") && refused.contains("--dist-address"), "{refused}");
+    }
 
     #[test]
     fn a_full_dev_shm_is_named_where_it_can_be_the_cause() {

@@ -75,6 +75,11 @@ impl HostMap {
         rank % self.ranks_per_host
     }
 
+    /// Whether every `size` consecutive ranks, from the first on, are on one host: TP groups, say.
+    pub const fn keeps_together(&self, size: usize) -> bool {
+        self.nnodes == 1 || self.ranks_per_host.is_multiple_of(size)
+    }
+
     /// Whether all of `ranks` are on one host.
     pub fn shares_host(&self, ranks: impl IntoIterator<Item = usize>) -> bool {
         let mut hosts = ranks.into_iter().map(|rank| self.host_of(rank));
@@ -95,6 +100,10 @@ mod tests {
         assert_eq!((map.host_of(3), map.local_rank(3)), (1, 1));
         assert!(map.shares_host(2..4) && !map.shares_host([0, 2, 4]) && map.shares_host([]));
         assert_eq!(HostMap::new(&topology, 1).unwrap(), HostMap::single(&topology));
+        assert!(map.keeps_together(2) && !map.keeps_together(4) && !map.keeps_together(3));
+        let halves = HostMap::new(&topology, 2).unwrap();
+        assert!(!halves.keeps_together(2), "the second of three pairs is on both hosts");
+        assert!(HostMap::single(&topology).keeps_together(4));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Everything a scheduler process is told at start; written by the launcher, read once.
 
+use crate::EngineError;
 use crate::gpu::GpuPlan;
 use crate::links::RankLinks;
 use lockstep_backend::cpu::numa::Placement;
@@ -92,6 +93,17 @@ pub enum DeviceConfig {
 }
 
 impl RankConfig {
+    /// Which of the replica's ranks are on which host.
+    pub fn host_map(&self) -> HostMap {
+        let one_replica = Topology { dp_size: 1, ..self.parallel.topology() };
+        self.hosts.as_ref().map_or_else(|| HostMap::single(&one_replica), |hosts| hosts.map)
+    }
+
+    /// What `error` says, and on which host the rank is that was waited for, where there are several.
+    pub fn explain(&self, error: &EngineError) -> String {
+        explained(error, self.hosts.as_ref().map(|hosts| hosts.map))
+    }
+
     /// How long a rank waits for another in a collective.
     pub fn patience(&self) -> Duration {
         Duration::from_millis(self.collective_timeout_ms)
@@ -101,6 +113,13 @@ impl RankConfig {
     /// apart. So whoever waits for a rank that is gone gives up before those who wait for it.
     pub fn stage_patience(&self, stages: usize) -> Duration {
         self.patience() * stages.max(1) as u32
+    }
+}
+
+fn explained(error: &EngineError, hosts: Option<HostMap>) -> String {
+    match (error.missing_rank(), hosts) {
+        (Some(rank), Some(map)) => format!("{error}; rank {rank} is on host {}", map.host_of(rank)),
+        _ => error.to_string(),
     }
 }
 
@@ -167,4 +186,27 @@ pub struct Batching {
     pub reserve_percent: usize,
     /// Milliseconds after which a request is ended, from its arrival at rank 0.
     pub request_timeout_ms: Option<u64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_backend::BackendError;
+    use lockstep_comm::CollectiveError;
+
+    #[test]
+    fn a_rank_that_is_missing_on_another_host_is_named_with_it() {
+        let map = HostMap::new(&Topology { pp_size: 2, ..Topology::tensor_parallel(2) }, 2).unwrap();
+        let (operation, sequence, waited_ms) = ("all-reduce", 7, 3000);
+        let late = CollectiveError::Timeout { rank: 0, missing: 3, operation, sequence, waited_ms };
+        let late = EngineError::from(BackendError::from(late));
+        assert!(
+            explained(&late, Some(map)).ends_with("; rank 3 is on host 1"),
+            "{}",
+            explained(&late, Some(map))
+        );
+        assert_eq!(explained(&late, None), late.to_string());
+        let other = EngineError::Memory("full".into());
+        assert_eq!(explained(&other, Some(map)), "full");
+    }
 }

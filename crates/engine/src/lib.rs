@@ -111,11 +111,20 @@ impl EngineError {
 
     /// Whether another rank's end is the cause: this one is a consequence, not the first cause.
     pub fn is_consequence(&self) -> bool {
-        let collective = match self {
+        self.collective().is_some_and(CollectiveError::is_consequence)
+    }
+
+    /// The rank of the replica that this one waited for in vain, where one is known.
+    pub fn missing_rank(&self) -> Option<usize> {
+        self.collective().and_then(CollectiveError::missing)
+    }
+
+    /// The error of a collective behind it.
+    fn collective(&self) -> Option<&CollectiveError> {
+        match self {
             EngineError::Collective(e) | EngineError::Backend(BackendError::Collective(e)) => Some(e),
             EngineError::Model(ModelError::Backend(BackendError::Collective(e))) => Some(e),
             _ => None,
-        };
-        collective.is_some_and(CollectiveError::is_consequence)
+        }
     }
 }

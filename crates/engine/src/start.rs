@@ -180,7 +180,8 @@ fn load<B: Backend>(
     shard::check_tp_size(model, parallel.tp_size as i64).map_err(ModelError::from)?;
     let sizes = (tokens_max, rows_max);
     let mut expected = Committed::of_stage::<B>(source, (parallel, stage), config.weights, sizes);
-    if !stage.embeds() {
+    let place = pipeline_place(config, tokens_max, model.hidden_size);
+    if place.previous().is_some_and(|before| place.shares_host_with(before)) {
         let (hidden, dtype) = (model.hidden_size, backend.kv_dtype());
         expected.workspace_bytes += B::pipeline_bytes(parallel.pp_size, tokens_max, hidden, dtype);
     }
@@ -204,6 +205,21 @@ fn load<B: Backend>(
     }
     let work = Workspace::new(&backend, model, parallel, tokens_max, rows_max)?;
     Ok(Loaded { decoder, work, tokens_max, weight_bytes, expected, backend })
+}
+
+/// Where a rank stands among the stages, whose steps have at most `rows_max` rows of `cols` elements.
+fn pipeline_place(config: &RankConfig, rows_max: usize, cols: usize) -> PipelinePlace {
+    let p = config.parallel;
+    PipelinePlace {
+        rank: p.replica_rank(),
+        stage_size: p.tp_size,
+        stages: p.pp_size,
+        rows_max,
+        cols,
+        patience: config.stage_patience(p.pp_rank),
+        shares_gpus: matches!(&config.device, DeviceConfig::Cuda { gpus, .. } if gpus.share_gpu),
+        hosts: config.host_map(),
+    }
 }
 
 /// The rank's packed weights on disk, where they are wanted and worth it.
@@ -256,15 +272,7 @@ impl<B: Backend> Loaded<B> {
         if p.pp_size == 1 {
             return Ok(None);
         }
-        let place = PipelinePlace {
-            rank: p.replica_rank(),
-            stage_size: p.tp_size,
-            stages: p.pp_size,
-            rows_max: self.tokens_max,
-            cols: hidden_size,
-            patience: config.stage_patience(p.pp_rank),
-            shares_gpus: matches!(&config.device, DeviceConfig::Cuda { gpus, .. } if gpus.share_gpu),
-        };
+        let place = pipeline_place(config, self.tokens_max, hidden_size);
         let reason = self.backend.join_pipeline(replica, &place).map_err(ModelError::from)?;
         let slower = reason.map(|reason| {
             format!("activations go from stage to stage through the host's memory, which is slow: {reason}")

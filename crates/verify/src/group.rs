@@ -18,8 +18,8 @@ use lockstep_comm::shm::{
     AbortHandle, AbortOnPanic, SharedRegion, ShmCollective, ShmGroup, ShmLayout, ShmOptions,
 };
 use lockstep_core::shard::HeadShard;
-use lockstep_core::{ModelConfig, ParallelInfo, StageLayers, TokenId, WeightMode};
-use lockstep_engine::gpu::{self, GpuPlan, Joined};
+use lockstep_core::{HostMap, ModelConfig, ParallelInfo, StageLayers, TokenId, WeightMode};
+use lockstep_engine::gpu::{self, GpuPlan, JoinSpec, Joined};
 use lockstep_engine::start::Groups;
 use lockstep_model::{Decoder, Loader, Workspace};
 use std::sync::Arc;
@@ -278,7 +278,14 @@ fn load(spec: Spec<'_>, rank: usize, region: &Arc<SharedRegion>) -> Seat {
             loaded(spec, (p, stage), weights, backend, groups)
         }
         Device::Cuda { dtype } => {
-            let Joined { backend, mut groups } = gpu::join(spec.gpus, dtype, PATIENCE, groups)?;
+            let join = JoinSpec {
+                dtype,
+                patience: PATIENCE,
+                hosts: HostMap::single(&p.topology()),
+                address: None,
+                abort: None,
+            };
+            let Joined { backend, mut groups } = gpu::join(spec.gpus, &join, groups)?;
             let free_bytes = backend.free_bytes()?;
             // Nobody takes memory before all who share a GPU have asked how much is free.
             groups.replica.barrier(Patience::Idle)?;
@@ -308,6 +315,7 @@ fn loaded<B: Backend + 'static>(
             cols: config.hidden_size,
             patience: PATIENCE,
             shares_gpus: spec.gpus.share_gpu,
+            hosts: HostMap::single(&parallel.topology()),
         };
         backend.join_pipeline(&mut *replica, &place)?;
     }

@@ -129,7 +129,7 @@ pub fn check_device(device: Device, gpus: &GpuPlan, ranks: usize) -> Result<()> 
     match device {
         Device::Cpu { .. } => Ok(()),
         Device::Cuda { dtype } => {
-            CudaBackend::new(CudaOptions { gpu: gpus.gpu_of(ranks - 1), dtype, patience: None })?;
+            CudaBackend::new(CudaOptions { gpu: gpus.gpu_of(ranks - 1), dtype })?;
             Ok(())
         }
     }

@@ -8,6 +8,7 @@ use super::driver::{self, Address, Driver, Handle};
 use super::peers::Report;
 use super::survey::Gpu;
 use crate::{BackendError, Result};
+use lockstep_comm::{AbortHandle, CollectiveError};
 use std::cell::{Cell, OnceCell, RefCell};
 use std::ffi::{c_int, c_uint};
 use std::rc::Rc;
@@ -21,6 +22,19 @@ const EVENT_WITH_TIME: c_uint = 0;
 const CAPABILITY_MIN: (c_int, c_int) = (8, 0);
 /// Oldest driver, by its CUDA version: the first with every function of [`Driver`].
 const DRIVER_VERSION_MIN: (c_int, c_int) = (12, 0);
+
+/// Other ranks, which may keep what is queued here from ending.
+#[derive(Clone, Debug)]
+pub struct OtherRanks {
+    /// How long to wait for them.
+    pub patience: Duration,
+    /// This rank's number in its replica.
+    pub rank: usize,
+    /// Its host (`--node-rank`). Only ranks of one host write to each other's memory.
+    pub host: usize,
+    /// Ends waits as soon as the group is told to end.
+    pub abort: Option<AbortHandle>,
+}
 
 /// One GPU, used by one rank from one thread.
 pub(super) struct Device {
@@ -41,8 +55,8 @@ pub(super) struct Device {
     /// Compute capability, e.g. (9, 0).
     pub capability: (c_int, c_int),
     failure: RefCell<Option<BackendError>>,
-    /// How long [`Device::wait`] waits; `None` for ever.
-    patience: Option<Duration>,
+    /// What bounds [`Device::wait`]; `None`: nothing.
+    others: Option<OtherRanks>,
     /// Something queued never ends: nothing may wait for this device any more, nor free its memory.
     is_lost: Cell<bool>,
     /// What is queued now is recorded instead of run.
@@ -58,7 +72,7 @@ pub(super) struct Device {
 impl Device {
     /// Opens GPU `index`. Errors with one sentence on a machine without a driver, without that GPU, or
     /// with one that is too old.
-    pub fn open(index: usize, patience: Option<Duration>) -> Result<Self> {
+    pub fn open(index: usize, others: Option<OtherRanks>) -> Result<Self> {
         let api = Driver::open()?;
         let version = api.version()?;
         if version < DRIVER_VERSION_MIN {
@@ -106,7 +120,7 @@ impl Device {
             driver_version: version,
             capability,
             failure: RefCell::default(),
-            patience,
+            others,
             is_lost: Cell::new(false),
             is_recording: Cell::new(false),
             moves: Cell::new(0),
@@ -166,7 +180,13 @@ impl Device {
                 NOT_READY => {}
                 code => return self.check(code, "running queued operations"),
             }
-            if self.patience.is_some_and(|patience| started.elapsed() > patience) {
+            if let Some(aborted) = self.aborted() {
+                self.is_lost.set(true);
+                // Kernels of ours leave the GPU before this process does.
+                self.report.get().and_then(Report::stop);
+                return Err(aborted.into());
+            }
+            if self.patience().is_some_and(|patience| started.elapsed() > patience) {
                 self.is_lost.set(true);
                 if let Some(failure) = self.report.get().and_then(Report::stop) {
                     return Err(failure.into());
@@ -183,9 +203,20 @@ impl Device {
         }
     }
 
+    /// The error of a wait once the ranks of this host are told to end.
+    fn aborted(&self) -> Option<CollectiveError> {
+        let others = self.others.as_ref()?;
+        others.abort.as_ref()?.error(others.rank, "the wait for its GPU")
+    }
+
     /// How long to wait for other ranks; `None` for ever.
     pub fn patience(&self) -> Option<Duration> {
-        self.patience
+        self.others.as_ref().map(|others| others.patience)
+    }
+
+    /// The host of this rank (`--node-rank`).
+    pub fn host(&self) -> usize {
+        self.others.as_ref().map_or(0, |others| others.host)
     }
 
     /// From here on every wait looks at `report` too. Once.

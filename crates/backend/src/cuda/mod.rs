@@ -45,6 +45,7 @@ mod tensor;
 pub use attention::CudaKvCache;
 pub use bench::{Sample, SumSize};
 pub use compile::kernel_cache;
+pub use device::OtherRanks;
 pub use moe::{CudaExperts, CudaMoeWorkspace};
 pub use peers::{PeerMode, SUM_RANKS};
 pub use recording::CudaRecording;
@@ -57,6 +58,7 @@ use compile::Source;
 use device::Device;
 use driver::Address;
 use launch::{Kernel, Module};
+use lockstep_comm::collective::Collective;
 use lockstep_core::DType;
 use memory::{List, Staging};
 use peers::Peers;
@@ -64,7 +66,6 @@ use products::Products;
 use stages::Stages;
 use std::cell::RefCell;
 use std::rc::Rc;
-use std::time::Duration;
 use step_times::StepTimes;
 
 /// Widest row that the norm kernels hold: 1024 threads of two parts of 8.
@@ -77,8 +78,6 @@ pub struct CudaOptions {
     pub gpu: usize,
     /// Type of weights, activations, K and V.
     pub dtype: DType,
-    /// How long to wait for a step, where another rank may keep it from ending; `None` for ever.
-    pub patience: Option<Duration>,
 }
 
 /// The [`Backend`](crate::Backend) of one GPU. Used from the thread that made it.
@@ -142,7 +141,12 @@ impl CudaBackend {
     ///
     /// Errors with one sentence on a machine without driver, GPU or libraries.
     pub fn new(options: CudaOptions) -> Result<Self> {
-        let device = Rc::new(Device::open(options.gpu, options.patience)?);
+        Self::among(None, options)
+    }
+
+    /// The same where `others` may keep a step from ending; without them a step is waited for for ever.
+    pub fn among(others: Option<OtherRanks>, options: CudaOptions) -> Result<Self> {
+        let device = Rc::new(Device::open(options.gpu, others)?);
         Source::compile_missing(&Source::of_every_model(options.dtype), &device.architecture());
         let pointwise = Source::Pointwise.load(&device, options.dtype)?;
         Ok(Self {
@@ -163,6 +167,12 @@ impl CudaBackend {
     /// Bytes of device memory that nobody has taken.
     pub fn free_bytes(&self) -> Result<usize> {
         Ok(self.device.memory()?.0)
+    }
+
+    /// Has NCCL connect the ranks of `pipeline`, one a stage, for what they will pass on.
+    /// **Collective: all ranks of the pipeline.**
+    pub fn open_transfers(&self, pipeline: &dyn Collective) -> Result<()> {
+        stages::open_transfers(&self.device, pipeline)
     }
 
     /// Waits until everything queued has run. Errors with the first failure.

@@ -37,7 +37,7 @@ impl fmt::Display for Speed {
 
 /// Opens GPU `index` and loads the kernels, which are compiled the first time; unless `quick`, measures.
 pub fn measure(index: usize, quick: bool) -> Result<Speed> {
-    let mut backend = CudaBackend::new(CudaOptions { gpu: index, dtype: DType::Bf16, patience: None })?;
+    let mut backend = CudaBackend::new(CudaOptions { gpu: index, dtype: DType::Bf16 })?;
     if quick {
         return Ok(Speed { measured: None });
     }

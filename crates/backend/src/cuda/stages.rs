@@ -2,9 +2,11 @@
 //!
 //! Where GPUs write to each other's memory (several ranks on one GPU included), a kernel of the sending stage writes into
 //! memory that the receiving one lends and raises a flag there; a kernel of the receiving stage waits for the flag
-//! (`kernels/stages.cu`). Both are queued like everything else, so neither host waits. Elsewhere (no peer access, CUDA IPC
-//! refused, ranks that are threads of one context) the stream goes through the host's memory and the pipeline's
-//! [`Collective`], and the sending host waits for its device.
+//! (`kernels/stages.cu`). Both are queued like everything else, so neither host waits. From one host to another NCCL sends
+//! and receives, queued as well. Elsewhere (no peer access, CUDA IPC refused, ranks that are threads of one context, stages
+//! on several hosts that may share a GPU, which NCCL refuses) the stream goes through the host's memory and the pipeline's
+//! [`Collective`], and the sending host waits for its device. Which way a hop takes is known from the ranks' places and
+//! whether kernels work on every host ([`Hop::of`]).
 //!
 //! **Invariants:** transfers of a pair of stages are numbered, and the one with number n uses slot n modulo the number of
 //! stages. A slot is free when it is used again, for a rank starts a step only when the step so many steps before has ended
@@ -23,6 +25,7 @@ use crate::{BackendError, PipelinePlace, Result};
 use lockstep_comm::collective::{Collective, StreamHandle};
 use lockstep_comm::group::ProcessGroup;
 use lockstep_core::DType;
+use std::ffi::c_void;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -34,11 +37,40 @@ const STAGES_MAX: usize = FLAG_BYTES / size_of::<u32>();
 const THREADS: usize = 512;
 
 /// How the stream comes and goes.
-pub(super) enum Stages {
+pub(super) struct Stages {
+    device: Rc<Device>,
+    /// From the stage before.
+    before: Hop,
+    /// To the next stage.
+    next: Hop,
+    /// Where kernels work.
+    ring: Option<Ring>,
+    /// Where a stream arrives that comes through the host's memory.
+    arrived: Vec<u8>,
+}
+
+/// One way from stage to stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Hop {
     /// By kernels, through memory that the GPUs share.
-    Kernels(Ring),
-    /// Through the host's memory.
-    Host(Vec<u8>),
+    Kernels,
+    /// By NCCL, from host to host.
+    Library,
+    /// Through the hosts' memory.
+    Host,
+}
+
+impl Hop {
+    /// The way between the rank at `place` and `neighbour`, if it has one there; both come to the same.
+    /// `kernels_work` is agreed by all ranks. `engine::gpu` makes NCCL ready by the same rule.
+    fn of(place: &PipelinePlace, neighbour: Option<usize>, kernels_work: bool) -> Self {
+        match neighbour {
+            Some(other) if !place.shares_host_with(other) && !place.shares_gpus => Self::Library,
+            Some(other) if !place.shares_host_with(other) => Self::Host,
+            _ if kernels_work => Self::Kernels,
+            _ => Self::Host,
+        }
+    }
 }
 
 /// The memory between this rank and its neighbours, and the kernels that use it.
@@ -68,7 +100,7 @@ impl Stages {
         FLAG_BYTES + place_count * slot_bytes(rows, cols, dtype)
     }
 
-    /// Joins the neighbours of the rank at `place`; gives why kernels cannot move the stream, where they cannot.
+    /// Joins the neighbours of the rank at `place`; gives why the stream goes through a host's memory, where it does.
     /// Errors when two ranks are on one GPU and may not be.
     /// **Collective: all ranks of the replica, each with its device's context current.**
     pub fn connect(
@@ -88,20 +120,24 @@ impl Stages {
             if device.shares_context() {
                 return Err("ranks are threads of one process on one GPU".into());
             }
-            let next = place.next().map(|next| connect::open_inbox(device, (place.rank, next), &cards));
+            let here = place.next().filter(|next| place.shares_host_with(*next));
+            let next = here.map(|next| connect::open_inbox(device, (place.rank, next), &cards));
             own.into_ring(device, place, next.transpose()?).map_err(|error| error.to_string())
         });
         let problem = connect::agree(group, opened.as_ref().err().map(String::as_str))?;
-        match (problem, opened) {
-            (None, Ok(ring)) => Ok((Self::Kernels(ring), None)),
-            (Some(reason), _) | (None, Err(reason)) => Ok((Self::Host(Vec::new()), Some(reason))),
-        }
+        let ring = opened.ok().filter(|_| problem.is_none());
+        let hop = |neighbour| Hop::of(place, neighbour, ring.is_some());
+        let (before, next) = (hop(place.previous()), hop(place.next()));
+        let by_hosts = (place.hosts.nnodes() > 1 && place.shares_gpus)
+            .then(|| "--share-gpu on several hosts, where NCCL refuses ranks on one GPU".to_owned());
+        let stages = Self { device: Rc::clone(device), before, next, ring, arrived: Vec::new() };
+        Ok((stages, problem.or(by_hosts)))
     }
 
     /// Queues the transfer of `bytes` bytes at `from` to stage `to`. Panics unless `bytes` is a multiple of 16.
     ///
     /// # Safety
-    /// `from` is valid for `bytes` bytes of device memory until the kernel has run.
+    /// `from` is valid for `bytes` bytes of device memory until the transfer has run.
     pub unsafe fn send(
         &mut self,
         staging: &mut Staging,
@@ -109,13 +145,23 @@ impl Stages {
         (from, bytes): (Address, usize),
         to: usize,
     ) -> Result<()> {
-        match self {
-            // SAFETY: the caller's promise.
-            Self::Kernels(ring) => unsafe { ring.queue_send(from, bytes) },
-            Self::Host(_) => {
+        let count = bytes / size_of::<f32>();
+        match self.next {
+            Hop::Kernels => {
+                let ring = self.ring.as_mut().ok_or_else(|| no_neighbour("after"))?;
+                // SAFETY: the caller's promise.
+                unsafe { ring.queue_send(from, bytes) }
+            }
+            Hop::Library => {
+                let (data, stream) = (from as *const c_void, StreamHandle(self.device.stream));
+                // SAFETY: the caller's promise; what was queued on the stream comes before.
+                unsafe { pipeline.send(data, count, DType::F32, to, stream)? };
+                Ok(())
+            }
+            Hop::Host => {
                 // SAFETY: the caller's promise.
                 let copied = unsafe { staging.copy_out(from, bytes)? };
-                let (data, count) = (copied.as_ptr().cast(), bytes / size_of::<f32>());
+                let data = copied.as_ptr().cast();
                 // SAFETY: `copied` holds that many bytes; the host's memory is sent before this returns.
                 unsafe { pipeline.send(data, count, DType::F32, to, StreamHandle::HOST)? };
                 Ok(())
@@ -126,7 +172,7 @@ impl Stages {
     /// Queues the transfer of what stage `from` sends to `to`.
     ///
     /// # Safety
-    /// `to` is valid for `bytes` bytes of device memory until the kernel has run.
+    /// `to` is valid for `bytes` bytes of device memory until the transfer has run.
     pub unsafe fn recv(
         &mut self,
         staging: &mut Staging,
@@ -134,19 +180,47 @@ impl Stages {
         (to, bytes): (Address, usize),
         from: usize,
     ) -> Result<()> {
-        match self {
-            // SAFETY: the caller's promise.
-            Self::Kernels(ring) => unsafe { ring.queue_recv(to, bytes) },
-            Self::Host(buffer) => {
-                buffer.resize(buffer.len().max(bytes), 0);
-                let (data, count) = (buffer.as_mut_ptr().cast(), bytes / size_of::<f32>());
+        let count = bytes / size_of::<f32>();
+        match self.before {
+            Hop::Kernels => {
+                let ring = self.ring.as_mut().ok_or_else(|| no_neighbour("before"))?;
+                // SAFETY: the caller's promise.
+                unsafe { ring.queue_recv(to, bytes) }
+            }
+            Hop::Library => {
+                let (data, stream) = (to as *mut c_void, StreamHandle(self.device.stream));
+                // SAFETY: the caller's promise; what is queued on the stream comes after.
+                unsafe { pipeline.recv(data, count, DType::F32, from, stream)? };
+                Ok(())
+            }
+            Hop::Host => {
+                self.arrived.resize(self.arrived.len().max(bytes), 0);
+                let data = self.arrived.as_mut_ptr().cast();
                 // SAFETY: the buffer holds that many bytes; they are there when this returns.
                 unsafe { pipeline.recv(data, count, DType::F32, from, StreamHandle::HOST)? };
                 // SAFETY: the caller's promise.
-                unsafe { staging.copy_in(to, &buffer[..bytes]) }
+                unsafe { staging.copy_in(to, &self.arrived[..bytes]) }
             }
         }
     }
+}
+
+/// Passes a few bytes from stage to stage by NCCL. Connections are made at the first transfer, which would wait on the host,
+/// without a limit, for a rank that has stopped; so that is here.
+/// **Collective: all ranks of the pipeline, each with its device's context current.**
+pub(super) fn open_transfers(device: &Rc<Device>, pipeline: &dyn Collective) -> Result<()> {
+    let buffer = Buffer::zeroed(device, 16, "a first transfer between stages")?;
+    let (data, stream) = (buffer.address() as *mut c_void, StreamHandle(device.stream));
+    let rank = pipeline.rank();
+    if rank > 0 {
+        // SAFETY: the buffer holds four elements until the wait below is over.
+        unsafe { pipeline.recv(data, 4, DType::F32, rank - 1, stream)? };
+    }
+    if rank + 1 < pipeline.size() {
+        // SAFETY: as above.
+        unsafe { pipeline.send(data, 4, DType::F32, rank + 1, stream)? };
+    }
+    device.wait()
 }
 
 impl Ring {
@@ -224,7 +298,8 @@ impl Own {
         }
         let what = "what the stage before passes on";
         let bytes = Stages::inbox_bytes(place.stages, place.rows_max, place.cols, dtype);
-        let inbox = (place.stage() > 0).then(|| Buffer::zeroed(device, bytes, what)).transpose()?;
+        let is_here = place.previous().is_some_and(|before| place.shares_host_with(before));
+        let inbox = is_here.then(|| Buffer::zeroed(device, bytes, what)).transpose()?;
         if !device.is_watched() {
             device.watch(Report::new(device, place.rank, place.first_of_stage())?);
         }
@@ -259,5 +334,54 @@ impl Own {
             sent: 0,
             received: 0,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_core::{HostMap, Topology};
+
+    /// Ways from the stage before and to the next, of each rank of tp 2 x pp 3.
+    fn hops(nnodes: usize, shares_gpus: bool, kernels_work: bool) -> Vec<[Hop; 2]> {
+        let topology = Topology { tp_size: 2, pp_size: 3, dp_size: 1 };
+        let place = |rank| PipelinePlace {
+            rank,
+            stage_size: 2,
+            stages: 3,
+            rows_max: 1,
+            cols: 64,
+            patience: Duration::from_secs(1),
+            shares_gpus,
+            hosts: HostMap::new(&topology, nnodes).unwrap(),
+        };
+        let of = |place: PipelinePlace| {
+            [place.previous(), place.next()].map(|neighbour| Hop::of(&place, neighbour, kernels_work))
+        };
+        (0..6).map(|rank| of(place(rank))).collect()
+    }
+
+    #[test]
+    fn a_hop_between_hosts_is_nccls_and_one_on_a_host_never_is() {
+        use Hop::{Host, Kernels, Library};
+        assert!(hops(1, false, true).iter().flatten().all(|hop| *hop == Kernels));
+        assert!(hops(1, true, false).iter().flatten().all(|hop| *hop == Host));
+        let a_stage_each = hops(3, false, true);
+        assert_eq!(a_stage_each[0], [Kernels, Library], "nothing comes to the first");
+        assert_eq!([a_stage_each[2], a_stage_each[5]], [[Library, Library], [Library, Kernels]]);
+        // Three ranks a host: 0 to 2 and 3 to 5 stay, 1 to 3 and 2 to 4 leave.
+        let next: Vec<Hop> = hops(2, false, true).iter().map(|[_, next]| *next).collect();
+        assert_eq!(next[..4], [Kernels, Library, Library, Kernels]);
+        let without: Vec<Hop> = hops(2, false, false).iter().map(|[_, next]| *next).collect();
+        assert_eq!(without[..4], [Host, Library, Library, Host]);
+        let shared: Vec<Hop> = hops(2, true, true).iter().map(|[_, next]| *next).collect();
+        assert_eq!(shared[..4], [Kernels, Host, Host, Kernels]);
+        // Both ends of a hop come to the same.
+        for (nnodes, shares_gpus, kernels_work) in
+            [(2, false, true), (2, true, false), (3, true, true), (6, false, true)]
+        {
+            let hops = hops(nnodes, shares_gpus, kernels_work);
+            assert!((0..4).all(|rank| hops[rank][1] == hops[rank + 2][0]), "{hops:?}");
+        }
     }
 }

@@ -8,8 +8,8 @@ use crate::output::say_line;
 use lockstep_backend::cuda::{Sample, SumSize};
 use lockstep_comm::NcclCollective;
 use lockstep_comm::shm::{self, ShmOptions};
-use lockstep_core::{DType, ExitCode, Topology};
-use lockstep_engine::gpu::{self, GpuPlan, Joined};
+use lockstep_core::{DType, ExitCode, HostMap, Topology};
+use lockstep_engine::gpu::{self, GpuPlan, JoinSpec, Joined};
 use lockstep_engine::start::Groups;
 use lockstep_engine::{DeviceConfig, EngineError};
 use std::time::Duration;
@@ -84,7 +84,8 @@ fn checked(flags: &CommFlags) -> anyhow::Result<(GpuPlan, DType)> {
         anyhow::bail!("--hidden {hidden} is no multiple of 8, which the kernels take");
     }
     let dtype = DtypeFlag { dtype: flags.dtype.clone() }.convert()?.unwrap_or(DType::Bf16);
-    match flags.gpus.device(&flags.device, None, &Topology::tensor_parallel(flags.tp))? {
+    let topology = Topology::tensor_parallel(flags.tp);
+    match flags.gpus.device(&flags.device, None, (&topology, &HostMap::single(&topology)))? {
         DeviceConfig::Cuda { gpus, .. } => Ok((gpus, dtype)),
         DeviceConfig::Cpu => anyhow::bail!(
             "--device {} has its collectives measured by `lockstep bench hw`; use cuda here",
@@ -120,7 +121,9 @@ fn measured(
     let options = ShmOptions { deadline: PATIENCE, ranks_share_cores: false };
     let ends = shm::as_threads(ranks, options, |group, collective| {
         let groups = Groups { replica: Box::new(group), tensors: Box::new(collective), pipeline: None };
-        let Joined { mut backend, mut groups } = gpu::join(plan, dtype, PATIENCE, groups)?;
+        let hosts = HostMap::single(&Topology::tensor_parallel(ranks));
+        let join = JoinSpec { dtype, patience: PATIENCE, hosts, address: None, abort: None };
+        let Joined { mut backend, mut groups } = gpu::join(plan, &join, groups)?;
         let mut sample = |size: &SumSize| backend.time_sums(&*groups.tensors, &mut *groups.replica, *size);
         sizes.iter().map(|size| sample(size).map_err(EngineError::from)).collect()
     })?;

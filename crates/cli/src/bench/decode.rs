@@ -46,8 +46,7 @@ pub fn decode(flags: &DecodeFlags) -> Result<()> {
         }
         "cuda" => {
             let dtype = mode.cast().unwrap_or(DType::Bf16);
-            let backend =
-                CudaBackend::new(CudaOptions { gpu: 0, dtype, patience: None }).map_err(&internal)?;
+            let backend = CudaBackend::new(CudaOptions { gpu: 0, dtype }).map_err(&internal)?;
             let (step, weight_bytes) = measure(flags, backend, WeightMode::Cast(dtype))?;
             let rate = weight_bytes as f64 / step / 1e9;
             say_line(format_args!(

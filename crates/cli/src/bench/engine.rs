@@ -13,7 +13,9 @@ use lockstep_backend::Backend;
 use lockstep_comm::NcclCollective;
 use lockstep_comm::link::Endpoint;
 use lockstep_comm::shm::{SharedRegion, ShmLayout};
-use lockstep_core::{ExitCode, ModelConfig, ParallelInfo, RequestId, SamplingParams, StageLayers, Topology};
+use lockstep_core::{
+    ExitCode, HostMap, ModelConfig, ParallelInfo, RequestId, SamplingParams, StageLayers, Topology,
+};
 use lockstep_engine::links::RankLinks;
 use lockstep_engine::offline::{self, OfflineLink, OfflineReport, OfflineSet};
 use lockstep_engine::start::{self, Groups};
@@ -156,8 +158,10 @@ impl Engine {
         lockstep_core::shard::check_tp_size(&model, flags.tp as i64)
             .map_err(CliError::with(ExitCode::Flags))?;
         let topology = Topology { pp_size: flags.pp, ..Topology::tensor_parallel(flags.tp) };
-        let device =
-            flags.gpus.device(&flags.device, flags.memory.memory_ratio, &topology).map_err(&flag_error)?;
+        let device = flags
+            .gpus
+            .device(&flags.device, flags.memory.memory_ratio, (&topology, &HostMap::single(&topology)))
+            .map_err(&flag_error)?;
         let stages =
             StageLayers::of_stages(&model, flags.pp, None).map_err(CliError::with(ExitCode::Flags))?;
         if flags.gpus.share_gpu && flags.tp > 1 && flags.pp > 1 {

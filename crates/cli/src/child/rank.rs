@@ -35,14 +35,15 @@ fn run_to_code(config: &RankConfig, region: &OwnedFd, mark: Mark) -> i32 {
     match run_rank(config, region, mark) {
         Ok(()) => ExitCode::Drained.code(),
         Err(error) if error.is_consequence() => {
-            tracing::warn!("{error}");
+            tracing::warn!("{}", config.explain(&error));
             GROUP_ABORTED_EXIT
         }
         Err(error) => {
-            tracing::error!("{error}");
+            let words = config.explain(&error);
+            tracing::error!("{words}");
             // The other ranks must not wait for this one; the launcher will name it.
             if let Ok(abort) = AbortHandle::new(region) {
-                abort.abort(&format!("{}: {error}", config.parallel.label()));
+                abort.abort(&format!("{}: {words}", config.parallel.label()));
             }
             error.exit_code().code()
         }

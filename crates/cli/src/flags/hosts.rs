@@ -61,10 +61,16 @@ pub struct SeveralHosts {
 }
 
 impl HostFlags {
-    /// Which hosts, with `topology` on them; `None` for one host.
-    pub fn resolve(&self, topology: &Topology, device: &str) -> Result<Option<SeveralHosts>> {
+    /// The ranks of `topology` on the hosts. Errors with a sentence when that is not possible.
+    pub fn map(&self, topology: &Topology) -> Result<HostMap> {
         let nnodes = usize::try_from(self.nnodes).unwrap_or(0);
-        let map = HostMap::new(topology, nnodes).map_err(anyhow::Error::msg)?;
+        HostMap::new(topology, nnodes).map_err(anyhow::Error::msg)
+    }
+
+    /// Which hosts, with `topology` on them; `None` for one host.
+    pub fn resolve(&self, topology: &Topology) -> Result<Option<SeveralHosts>> {
+        let map = self.map(topology)?;
+        let nnodes = map.nnodes();
         if nnodes == 1 {
             return self.check_single().map(|()| None);
         }
@@ -72,11 +78,6 @@ impl HostFlags {
             bail!(
                 "--nnodes {nnodes} needs Gloo, which this lockstep was built without; build it with `cargo build \
                  --release --features gloo` (Debian: apt install libgloo-dev libsodium-dev)"
-            );
-        }
-        if device == "cuda" {
-            bail!(
-                "--nnodes {nnodes} with --device cuda is not possible yet: ranks on several hosts use --device cpu"
             );
         }
         let Some(node_rank) = usize::try_from(self.node_rank).ok().filter(|rank| *rank < nnodes) else {
@@ -165,9 +166,9 @@ mod tests {
     #[test]
     fn one_host_needs_nothing_and_takes_nothing() {
         let topology = Topology::tensor_parallel(2);
-        assert!(flags().resolve(&topology, "auto").unwrap().is_none());
+        assert!(flags().resolve(&topology).unwrap().is_none());
         let refused = HostFlags { dist_init_addr: Some("a:1".into()), ..flags() };
-        let refused = refused.resolve(&topology, "auto").unwrap_err().to_string();
+        let refused = refused.resolve(&topology).unwrap_err().to_string();
         assert!(refused.contains("--dist-init-addr") && refused.contains("--nnodes"), "{refused}");
     }
 
@@ -175,24 +176,21 @@ mod tests {
     fn what_several_hosts_need_is_asked_for_in_one_sentence() {
         let topology = Topology::tensor_parallel(2);
         let two = || HostFlags { nnodes: 2, dist_init_addr: Some("127.0.0.1:7000".into()), ..flags() };
-        let refusal = |flags: HostFlags, device: &str| {
-            let text = flags.resolve(&topology, device).unwrap_err().to_string();
+        let refusal = |flags: HostFlags| {
+            let text = flags.resolve(&topology).unwrap_err().to_string();
             assert!(!text.contains('\n'), "{text}");
             text
         };
-        assert!(refusal(HostFlags { nnodes: 3, ..two() }, "cpu").contains("use 1, 2"));
+        assert!(refusal(HostFlags { nnodes: 3, ..two() }).contains("use 1, 2"));
         if !gloo::IS_BUILT {
-            assert!(refusal(two(), "cpu").contains("--features gloo"));
+            assert!(refusal(two()).contains("--features gloo"));
             return;
         }
-        assert!(refusal(two(), "cuda").contains("--device cpu"));
-        assert!(refusal(HostFlags { node_rank: 2, ..two() }, "cpu").contains("0..=1"));
-        assert!(refusal(HostFlags { dist_init_addr: None, ..two() }, "cpu").contains("--dist-init-addr"));
-        assert!(
-            refusal(HostFlags { dist_init_addr: Some("host".into()), ..two() }, "cpu").contains("HOST:PORT")
-        );
+        assert!(refusal(HostFlags { node_rank: 2, ..two() }).contains("0..=1"));
+        assert!(refusal(HostFlags { dist_init_addr: None, ..two() }).contains("--dist-init-addr"));
+        assert!(refusal(HostFlags { dist_init_addr: Some("host".into()), ..two() }).contains("HOST:PORT"));
         let no_file = HostFlags { dist_secret_file: Some("/nonexistent".into()), ..two() };
-        let refused = format!("{:#}", no_file.resolve(&topology, "cpu").unwrap_err());
+        let refused = format!("{:#}", no_file.resolve(&topology).unwrap_err());
         assert!(refused.contains("--dist-secret-file") && refused.contains("/nonexistent"), "{refused}");
     }
 }

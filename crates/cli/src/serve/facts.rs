@@ -2,7 +2,10 @@
 
 use super::plan::ServePlan;
 use crate::error::{CliError, Result};
+use lockstep_comm::library::LibraryError;
+use lockstep_comm::nccl;
 use lockstep_core::ExitCode;
+use lockstep_engine::{DeviceConfig, GpuPlan};
 use lockstep_launch::hosts::Fact;
 use sha2::{Digest, Sha256};
 use std::fs::File;
@@ -24,11 +27,28 @@ pub fn facts(plan: &ServePlan) -> Result<Vec<Fact>> {
     let model = model_digest(&plan.model_path).map_err(|e| {
         CliError::new(ExitCode::ModelFiles, format!("{} cannot be read: {e}", plan.model_path.display()))
     })?;
+    let (device, gpus) = match &plan.device {
+        DeviceConfig::Cpu => ("cpu", None),
+        DeviceConfig::Cuda { gpus, .. } => ("cuda", Some(gpus)),
+    };
+    let nccl = match nccl_version(gpus) {
+        Ok(version) => version,
+        Err(error) if plan.has_api() => {
+            let why = format!("host 0 cannot reach the GPUs of other hosts: {error}");
+            return Err(CliError::new(ExitCode::Flags, why));
+        }
+        // Host 0 refuses this host and names it.
+        Err(error) => format!("none ({error})"),
+    };
     let or_default = |number: Option<usize>| number.map_or("the model's".into(), |n| n.to_string());
     Ok(vec![
         Fact::new("lockstep", env!("CARGO_PKG_VERSION")),
         Fact::new("--tp", topology.tp_size),
         Fact::new("--pp", topology.pp_size),
+        Fact::new("--device", device),
+        Fact::new("--share-gpu", gpus.is_some_and(|gpus| gpus.share_gpu)),
+        Fact::new("--disable-custom-all-reduce", gpus.is_some_and(|gpus| gpus.nccl_only)),
+        Fact::new("NCCL", nccl),
         Fact::new("layers of the stages (--pp-layers)", format!("{:?}", plan.stages)),
         Fact::new("model files", model),
         Fact::new("--dummy-weights", format!("{:?}", plan.dummy_weights.as_ref().map(|dummy| dummy.seed))),
@@ -43,6 +63,14 @@ pub fn facts(plan: &ServePlan) -> Result<Vec<Fact>> {
         Fact::new("--allow-imbalance", plan.allow_imbalance),
         Fact::new("--collective-timeout", plan.collective_timeout.as_secs_f64()),
     ])
+}
+
+/// The version of NCCL where ranks on several hosts talk through it: other versions do not understand each other.
+fn nccl_version(gpus: Option<&GpuPlan>) -> std::result::Result<String, LibraryError> {
+    match gpus.filter(|gpus| gpus.has_library()) {
+        None => Ok("no use".into()),
+        Some(_) => nccl::library_version().map(|(_, version)| version),
+    }
 }
 
 /// Names, sizes and content (of large files samples) of a model's files: 16 hexadecimal digits, and what they are of.

@@ -111,7 +111,7 @@ impl ServePlan {
         let tp = topology.tp_size;
         let stages = StageLayers::of_stages(&model, topology.pp_size, flags.parallel.pp_layers.as_deref())
             .map_err(CliError::with(ExitCode::Flags))?;
-        let hosts = flags.hosts.resolve(&topology, &flags.model.device);
+        let hosts = flags.hosts.resolve(&topology);
         let hosts = hosts.map_err(CliError::with(ExitCode::Flags))?;
         let ranks = hosts.as_ref().map_or(topology.world_size(), |hosts| hosts.map.ranks_per_host());
         check_context(flags, &model)?;
@@ -282,7 +282,8 @@ impl Described {
 fn device(flags: &ServeFlags, tp: usize) -> anyhow::Result<DeviceConfig> {
     let topology =
         Topology { tp_size: tp, pp_size: flags.parallel.stages(), dp_size: flags.parallel.replicas() };
-    flags.gpus.device(&flags.model.device, flags.memory.memory_ratio, &topology)
+    let map = flags.hosts.map(&topology)?;
+    flags.gpus.device(&flags.model.device, flags.memory.memory_ratio, (&topology, &map))
 }
 
 /// The NUMA nodes of this host's ranks.

@@ -6,7 +6,7 @@
 use super::layout::{ABORT_CAUSE, ABORT_LEN, ABORT_STATE};
 use super::region::SharedRegion;
 use super::wait::wake;
-use crate::collective::Result;
+use crate::collective::{CollectiveError, Result};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -57,6 +57,11 @@ impl AbortHandle {
             wake(word, sleepers);
         }
         true
+    }
+
+    /// The error with which rank `rank` leaves `operation`, once the group is aborted.
+    pub fn error(&self, rank: usize, operation: &'static str) -> Option<CollectiveError> {
+        self.cause().map(|cause| CollectiveError::Aborted { rank, operation, cause })
     }
 
     /// The cause, once the group is aborted.

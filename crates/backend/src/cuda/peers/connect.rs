@@ -30,7 +30,8 @@ pub(in crate::cuda) struct Card {
     pub sm_count: u32,
     /// Whether it has lent an inbox.
     pub has_inbox: u32,
-    pub padding: u32,
+    /// Its host; process, context and the driver's number of the GPU mean something there only.
+    pub host: u32,
     /// The inbox and the context in its own process.
     pub inbox: u64,
     pub context: u64,
@@ -42,6 +43,7 @@ impl Card {
     pub fn of(device: &Device, inbox: Option<Address>) -> Result<Self> {
         let mut card = Self {
             pid: std::process::id(),
+            host: device.host() as u32,
             index: device.index as u32,
             handle: device.handle,
             sm_count: device.sm_count as u32,
@@ -76,9 +78,13 @@ pub(in crate::cuda) fn check_one_rank_a_gpu(cards: &[Card], may_share: bool) -> 
     match two_on_one_gpu(cards).filter(|_| !may_share) {
         None => Ok(()),
         Some((first, second)) => Err(BackendError::Unsupported(format!(
-            "ranks {first} and {second} are both on GPU {}; give each rank a GPU of its own by --gpu-ids, or pass \
+            "ranks {first} and {second} are both on GPU {}{}; give each rank a GPU of its own by --gpu-ids, or pass \
              --share-gpu to test on fewer",
-            cards[first].index
+            cards[first].index,
+            match cards[first].host == cards[second].host {
+                true => String::new(),
+                false => format!(", which hosts {} and {} share", cards[first].host, cards[second].host),
+            }
         ))),
     }
 }
@@ -96,7 +102,7 @@ pub(super) fn most_on_one_gpu(cards: &[Card]) -> usize {
 
 /// Whether some ranks are threads that use one context; what follows from it concerns all ranks.
 pub(in crate::cuda) fn share_a_context(cards: &[Card]) -> bool {
-    let place = |card: &Card| (card.pid, card.context);
+    let place = |card: &Card| (card.host, card.pid, card.context);
     (1..cards.len()).any(|rank| cards[..rank].iter().any(|card| place(card) == place(&cards[rank])))
 }
 
@@ -128,6 +134,9 @@ pub(in crate::cuda) fn open_inbox(
 
 fn opened(device: &Device, mine: &Card, theirs: &Card) -> std::result::Result<Address, String> {
     let words = |error: BackendError| error.to_string();
+    if mine.host != theirs.host {
+        return Err("they are on different hosts".into());
+    }
     if theirs.has_inbox == 0 {
         return Err("there is no memory to write to".into());
     }
@@ -197,6 +206,10 @@ mod tests {
         let process = |pid: u32, context: u64| Card { pid, context, ..card(1) };
         assert!(share_a_context(&[process(7, 1), process(8, 1), process(7, 1)]));
         assert!(!share_a_context(&[process(7, 1), process(8, 1), process(7, 2)]));
+        let elsewhere = Card { host: 1, ..process(7, 1) };
+        assert!(!share_a_context(&[process(7, 1), elsewhere]), "the same numbers on another host");
+        let refused = check_one_rank_a_gpu(&[process(7, 1), elsewhere], false).unwrap_err().to_string();
+        assert!(refused.contains("ranks 0 and 1") && refused.contains("hosts 0 and 1 share"), "{refused}");
     }
 
     #[test]

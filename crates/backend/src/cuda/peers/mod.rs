@@ -58,6 +58,8 @@ pub enum PeerMode {
     Automatic,
     /// NCCL alone (`--disable-custom-all-reduce`).
     Library,
+    /// NCCL alone: the ranks are not all on one host.
+    Hosts,
     /// Kernels of ours alone: several ranks use one GPU (`--share-gpu`).
     SharedGpu,
 }
@@ -116,6 +118,7 @@ impl Peers {
         let (rank, ranks) = (group.rank(), group.size());
         let refusal = match mode {
             PeerMode::Library => Some("--disable-custom-all-reduce".to_owned()),
+            PeerMode::Hosts => Some("its ranks are on several hosts".to_owned()),
             _ if !switch::has_kernels(ranks) => {
                 Some(format!("there are kernels for 2, 4 and 8 ranks, not for {ranks}"))
             }

@@ -5,7 +5,7 @@
 use super::{Outcome, Probe, Random, difference};
 use crate::cpu::{CpuBackend, CpuOptions};
 use crate::cuda::peers::{DataPlane, PeerMode, Way};
-use crate::cuda::{CudaBackend, CudaOptions, CudaTensor};
+use crate::cuda::{CudaBackend, CudaOptions, CudaTensor, OtherRanks};
 use crate::{Backend, BackendError, ReduceAddNorm, Result};
 use lockstep_comm::group::{Patience, ProcessGroup};
 use lockstep_comm::shm::{self, ShmCollective, ShmGroup, ShmOptions};
@@ -135,7 +135,8 @@ fn rank_results(
     seed: u64,
     cases: usize,
 ) -> Result<Vec<[Vec<f32>; PARTS.len()]>> {
-    let mut gpu = CudaBackend::new(CudaOptions { patience: Some(PATIENCE), ..options })?;
+    let others = OtherRanks { patience: PATIENCE, rank: group.rank(), host: 0, abort: None };
+    let mut gpu = CudaBackend::among(Some(others), options)?;
     gpu.connect((&mut group, 0), PeerMode::SharedGpu)?;
     let case = |case| case_on_gpu(&mut gpu, &mut group, collective, &Inputs::of(seed, case, options.dtype));
     (0..cases).map(case).collect()
