@@ -250,7 +250,8 @@ const DETOKENIZE: &str = "the text of tokens, as `prompt` (vLLM's name) and `tex
 const HEALTH_GENERATE: &str = "generates one token on all ranks, in front of waiting requests: 200 with `generate_ms`, \
     or 503 with the reason: refused, or nothing within 20 s";
 const DEBUG_TRACE: &str = "what every rank, tokenizer and detokenizer does for the next `?seconds=5` (at most 60), with the \
-    arrival and departure of each rank at each collective, as a trace for Perfetto or `chrome://tracing`";
+    arrival and departure of each rank at each collective, and in a pipeline what each stage's device computed \
+    (`otherData.stages` has their bubbles), as a trace for Perfetto or `chrome://tracing`";
 const HEALTH_READY: &str = "200 `{\"status\":\"ready\",\"token_age_seconds\":s}` if a token went round every rank within \
     the last 10 s, or one does within 2 s now; else 503 as `/health`, or with what did not come";
 const DRAIN_REPLICA: &str = "sends no further request to one replica (`docs/parallelism.md`); those that it has go on. \

@@ -50,6 +50,22 @@ fn two_stages_answer_like_one_and_a_death_ends_both() {
     let metrics = String::from_utf8(server.get("/metrics").body).expect("UTF-8");
     let samples = metrics.lines().filter(|line| line.starts_with("lockstep_stage_bubble_ratio{"));
     assert_eq!(samples.count(), 4, "{metrics}");
+    // Requests come for as long as is recorded, so that both stages have steps in it.
+    let trace = std::thread::scope(|scope| {
+        let recording = scope.spawn(|| server.get("/debug/trace?seconds=1").json());
+        while !recording.is_finished() {
+            assert_greedy(&server, &fixture, 2);
+        }
+        recording.join().expect("a trace")
+    });
+    let drawn = trace["otherData"]["stages"].as_array().cloned().unwrap_or_default();
+    let bubbles: Vec<f64> = drawn.iter().filter_map(|stage| stage["bubble"].as_f64()).collect();
+    assert!(bubbles.len() == 4 && bubbles.iter().all(|bubble| (0.0..1.0).contains(bubble)), "{drawn:?}");
+    assert!(drawn.iter().all(|stage| stage["steps"].as_u64() > Some(0)), "{drawn:?}");
+    assert_eq!(drawn[3]["rank"], "lockstep-PP1-TP1-scheduler");
+    let events = trace["traceEvents"].as_array().cloned().unwrap_or_default();
+    let lanes = events.iter().filter(|event| event["args"]["name"] == "device of the stage");
+    assert_eq!(lanes.count(), 4);
     let victim = "lockstep-PP1-TP1-scheduler";
     process::signal(server.process(victim).pid, Signal::Kill);
     let exit = server.wait_exit(EXIT_LIMIT);

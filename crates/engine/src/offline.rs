@@ -196,7 +196,7 @@ pub fn run_loop<B: Backend, P: Primary + Send, F: Follower + Send>(
     let settings = start::loop_settings(config);
     match config.parallel.pp_size {
         1 => run_to_end(RankLoop::new(role, group, scheduler, runner, settings, info)),
-        _ => pipeline::beside(runner, |runner| {
+        _ => pipeline::beside(runner, None, |runner| {
             run_to_end(RankLoop::new(role, group, scheduler, runner, settings, info))
         }),
     }

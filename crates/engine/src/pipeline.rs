@@ -17,6 +17,7 @@ use crate::runner::{ModelRunner, Runner};
 use crate::stage_times::{StageClock, StageTimes};
 use crate::{EngineError, Result};
 use lockstep_backend::Backend;
+use lockstep_comm::watch::Mark;
 use lockstep_core::{Grammar, PageId, RequestId, StepId, TokenId};
 use lockstep_scheduler::StepPlan;
 use lockstep_wire::{StepLogprobs, Vocabulary};
@@ -52,9 +53,11 @@ pub struct StageQueue {
     clock: StageClock,
 }
 
-/// Runs `body` on a thread of its own, with a queue to `runner`, which works on this one until the queue is gone.
+/// Runs `body` on a thread of its own, with a queue to `runner`, which works on this one until the queue is gone; `mark`
+/// shows the steps that it computes.
 pub(crate) fn beside<B: Backend, T: Send>(
     mut runner: ModelRunner<B>,
+    mark: Option<Mark>,
     body: impl FnOnce(StageQueue) -> Result<T> + Send,
 ) -> Result<T> {
     let (orders, inbox) = channel();
@@ -66,7 +69,7 @@ pub(crate) fn beside<B: Backend, T: Send>(
         let thread = thread.map_err(|error| {
             EngineError::Internal(format!("cannot start the thread of the loop: {error}"))
         })?;
-        work(&mut runner, &inbox, &outbox);
+        work(&mut runner, &inbox, &outbox, mark.as_ref());
         // Whoever waits for a step must hear that none will come.
         drop(outbox);
         thread.join().unwrap_or_else(|panic| resume_unwind(panic))
@@ -77,7 +80,12 @@ pub(crate) fn beside<B: Backend, T: Send>(
 const STEPS_AHEAD: usize = 2;
 
 /// Runs orders until there are no more, or one fails. What failed comes in the place of its step.
-fn work(runner: &mut impl Runner, orders: &Receiver<Order>, done: &Sender<Result<Done>>) {
+fn work(
+    runner: &mut impl Runner,
+    orders: &Receiver<Order>,
+    done: &Sender<Result<Done>>,
+    mark: Option<&Mark>,
+) {
     let steps_max = if runner.runs_behind() { STEPS_AHEAD } else { 1 };
     let mut open = 0;
     loop {
@@ -86,6 +94,9 @@ fn work(runner: &mut impl Runner, orders: &Receiver<Order>, done: &Sender<Result
             Next::StepEnded => {
                 let ended = collected(runner);
                 let failed = ended.is_err();
+                if let (Ok(Done { step, computed, .. }), Some(mark)) = (&ended, mark) {
+                    mark.computed(*step, *computed);
+                }
                 open -= 1;
                 // A loop that has ended does not want to know.
                 if done.send(ended).is_err() || failed {
@@ -265,7 +276,7 @@ mod tests {
         assert_eq!(queue.grammars_prepared(), u64::MAX, "this stage does not sample");
         queue.prepare_grammar(Grammar::Regex("a".into()));
         std::thread::scope(|scope| {
-            scope.spawn(move || work(&mut Counting::default(), &inbox, &outbox));
+            scope.spawn(move || work(&mut Counting::default(), &inbox, &outbox, None));
             let mut tokens = Vec::new();
             for step in 0..3 {
                 assert_eq!(queue.collect(&mut tokens).unwrap(), step);
@@ -315,7 +326,7 @@ mod tests {
         let StageQueue { orders, done, mut clock, .. } = queue;
         drop(orders);
         let mut runner = Behind::default();
-        work(&mut runner, &inbox, &outbox);
+        work(&mut runner, &inbox, &outbox, None);
         let log = ["launch 0", "launch 1", "collect 0", "launch 2", "collect 1", "collect 2"];
         assert_eq!(runner.log, log);
         drop(outbox);
@@ -329,7 +340,7 @@ mod tests {
         let (mut queue, inbox, outbox) = queue();
         plans(3).iter().for_each(|plan| queue.launch(plan).unwrap());
         let mut runner = Counting { fails: Some(1), ..Counting::default() };
-        work(&mut runner, &inbox, &outbox);
+        work(&mut runner, &inbox, &outbox, None);
         drop((inbox, outbox));
         assert_eq!(runner.launched, [0, 1]);
         let mut tokens = Vec::new();

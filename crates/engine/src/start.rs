@@ -315,8 +315,8 @@ fn serve<B: Backend>(config: &RankConfig, prepared: Prepared<B>, mark: Option<Ma
             let runner = runner.watched(mark.clone());
             serve_loop(config, LoopParts { group, scheduler, runner, info, mark })
         }
-        // The loop alone shows where it is: a mark has one writer.
-        _ => pipeline::beside(runner, |runner| {
+        // The loop shows where it is, the device beside it what it computes: a track of a mark has one writer.
+        _ => pipeline::beside(runner, mark.clone(), |runner| {
             serve_loop(config, LoopParts { group, scheduler, runner, info, mark })
         }),
     }

@@ -7,6 +7,7 @@ use super::page::{
 use crate::mapping::Mapping;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::time::Duration;
 
 /// What a loop can be seen doing side by side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,11 +18,13 @@ pub enum Track {
     Group = 1,
     /// Operations of the tensor collective.
     Tensors = 2,
+    /// Steps that a pipeline stage's device computes, noted once they have ended.
+    Device = 3,
 }
 
 impl Track {
     /// All of them, in order.
-    pub const ALL: [Track; 3] = [Track::Loop, Track::Group, Track::Tensors];
+    pub const ALL: [Track; 4] = [Track::Loop, Track::Group, Track::Tensors, Track::Device];
 }
 
 /// What a loop is about.
@@ -140,6 +143,18 @@ impl Mark {
         }
         self.store(mark_offset(self.mark) + BEAT, now);
         self.write(track, Position::pack(sequence, code, inside), now);
+    }
+
+    /// The device has computed step `step` on [`Track::Device`] for so long until now. It is no sign of life of the loop.
+    pub fn computed(&self, step: u64, took: Duration) {
+        let now = now_ns();
+        let at = track_offset(self.mark, Track::Device);
+        // Devices compute one step after the other, whatever the clocks of host and device say.
+        let since = self.long(at + SINCE).load(Ordering::Relaxed);
+        let begun = now.saturating_sub(took.as_nanos() as u64).max(since);
+        self.add(at + INSIDE, now - begun);
+        self.write(Track::Device, Position::pack(step, 0, true), begun);
+        self.write(Track::Device, Position::pack(step, 0, false), now);
     }
 
     /// Position and event. The head is published last, so that a reader who sees it sees the event.

@@ -2,7 +2,7 @@
 //!
 //! One piece of shared memory for a server, made by the launcher and handed to all children. Every
 //! *loop* (a rank, a tokenizer, a detokenizer, the api) has a [`Mark`] on it: when it last did
-//! anything at all (its beat), its last token, and on three [`Track`]s what it does now, since when,
+//! anything at all (its beat), its last token, and on [`Track`]s what it does now, since when,
 //! and a ring of what it did lately. The launcher's watchdog, `/health/ready`, `/metrics` and
 //! `/debug/trace` read it with a [`WatchPage`].
 //!

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// "LOCKWTCH" in ASCII.
 const MAGIC: u64 = u64::from_be_bytes(*b"LOCKWTCH");
 /// Raised whenever the layout changes.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 const HEADER_BYTES: usize = 4096;
 const HEADER_MARKS: usize = 12;
 /// Most marks of a page: ranks, tokenizers and a few others.
@@ -25,7 +25,7 @@ pub(super) const BEAT: usize = 0;
 pub(super) const TOKEN: usize = 8;
 const TRACKS: usize = 32;
 const TRACK_BYTES: usize = 32;
-const SPENT: usize = 128;
+const SPENT: usize = 160;
 /// Offsets inside a track.
 pub(super) const WORD: usize = 0;
 pub(super) const SINCE: usize = 8;
@@ -83,7 +83,7 @@ const fn total_bytes(marks: usize) -> usize {
 pub struct Position {
     /// Count of operations since start, or the number of the step.
     pub sequence: u64,
-    /// An [`Operation`] or, on [`Track::Loop`], an [`Activity`], by number.
+    /// An [`Operation`] or, on [`Track::Loop`], an [`Activity`], by number; 0 on [`Track::Device`].
     pub code: u8,
     /// It has not left yet.
     pub inside: bool,
@@ -102,7 +102,7 @@ impl Position {
         (word >> 9, (word >> 1) as u8, word & 1 == 1)
     }
 
-    /// Of a track other than [`Track::Loop`].
+    /// Of [`Track::Group`] and [`Track::Tensors`].
     pub const fn operation(&self) -> Operation {
         Operation::from_code(self.code)
     }

@@ -101,3 +101,22 @@ fn no_event_is_read_torn_while_its_ring_is_written() {
         stop.store(true, Ordering::Relaxed);
     });
 }
+
+#[test]
+fn steps_of_a_device_are_bars_that_do_not_overlap() {
+    let (_, page) = WatchPage::create(1).unwrap();
+    let mark = page.mark(0);
+    mark.computed(7, Duration::from_nanos(1));
+    // Longer than there was time since the one before.
+    mark.computed(8, Duration::from_secs(1 << 40));
+    let mut events = Vec::new();
+    page.events(0, Track::Device, 0, &mut events);
+    let steps: Vec<_> = events.iter().map(|event| (event.sequence, event.inside)).collect();
+    assert_eq!(steps, [(7, true), (7, false), (8, true), (8, false)]);
+    assert!(events.is_sorted_by_key(|event| event.at_ns));
+    assert_eq!(events[1].at_ns, events[2].at_ns);
+    let seen = page.read(0);
+    assert!(!seen.track(Track::Device).inside && seen.beat_ns == 0, "no sign of life of the loop");
+    let inside_ns = events[3].at_ns - events[2].at_ns + events[1].at_ns - events[0].at_ns;
+    assert_eq!(seen.track(Track::Device).inside_ns, inside_ns);
+}
