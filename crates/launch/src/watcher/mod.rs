@@ -3,103 +3,36 @@
 //! **Invariant:** nothing here blocks except `poll` itself: pipes are non-blocking, stderr is a
 //! bounded queue, and a child is only waited for after its descriptor says it has ended. The thread
 //! must not end before its children have (the kernel's death signal hangs on it).
+//!
+//! Reading order: `remote` (what is asked), `watched` (a child), this file.
+
+mod remote;
+mod watched;
+
+pub(crate) use remote::{Command, Remote};
 
 use crate::cause::Verdict;
 use crate::child::exit_at_once;
-use crate::lines::{LineSplitter, Tail};
 use crate::signals::Signals;
 use crate::spawn::{self, Program};
 use crate::supervisor::{LAST_LINES, UNKILLABLE_AFTER};
 use crate::{ChildSpec, ChildStatus, Event, Failure, LaunchError, Phase, ShutdownReport, StderrSink};
 use lockstep_core::ExitCode;
-use lockstep_wire::Role;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
-use rustix::process::{Signal, WaitId, WaitIdOptions, pidfd_send_signal, waitid};
+use rustix::process::{Signal, pidfd_send_signal};
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel};
+use std::sync::mpsc::{Receiver, SyncSender, channel};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedSender;
+use watched::{Watched, send_all};
 
 /// Bytes taken from one log pipe before others get their turn.
 const READ_BYTES_MAX: usize = 64 << 10;
 /// How long a second signal waits for the killed children.
 const SUDDEN_END_WAIT: Duration = Duration::from_secs(1);
-
-/// What the launcher asks of the thread.
-pub(crate) enum Command {
-    Spawn(Box<ChildSpec>, SyncSender<Result<u32, LaunchError>>),
-    SetPhase(Phase),
-    SetReplicaPhase(usize, Phase),
-    EndReplica {
-        replica: usize,
-        grace: Duration,
-    },
-    GiveUp {
-        name: String,
-        why: String,
-    },
-    List(SyncSender<Vec<(String, u32)>>),
-    /// What another host says of its children, or of itself.
-    Elsewhere(Box<Event>),
-    AtSuddenEnd(Box<dyn FnOnce() + Send>),
-    Shutdown {
-        grace: Duration,
-        done: Option<SyncSender<ShutdownReport>>,
-    },
-    Stop,
-}
-
-/// The sending end of the thread's commands.
-#[derive(Clone)]
-pub(crate) struct Remote {
-    commands: Sender<Command>,
-    wake: Arc<OwnedFd>,
-}
-
-impl Remote {
-    pub(crate) fn send(&self, command: Command) -> Result<(), LaunchError> {
-        self.commands.send(command).map_err(|_| LaunchError::SupervisorGone)?;
-        // A full counter (which takes 2^64 wakes) would mean that the thread is awake anyway.
-        let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
-        Ok(())
-    }
-}
-
-#[cfg(test)]
-impl Remote {
-    /// One whose commands nobody carries out.
-    pub(crate) fn for_test() -> (Self, Receiver<Command>) {
-        let (commands, sent) = channel();
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        (Self { commands, wake: Arc::new(wake) }, sent)
-    }
-}
-
-/// One living child.
-struct Watched {
-    name: String,
-    role: Role,
-    replica: Option<usize>,
-    pid: u32,
-    pidfd: OwnedFd,
-    /// Open for the child's whole life: its end tells the child that the launcher is gone.
-    stdin: OwnedFd,
-    unsent: Vec<u8>,
-    sent: usize,
-    outputs: [Output; 2],
-    tail: Tail,
-    /// Why the launcher itself has killed it.
-    given_up: Option<String>,
-}
-
-/// stdout or stderr of a child.
-struct Output {
-    pipe: Option<OwnedFd>,
-    lines: LineSplitter,
-}
 
 /// A shutdown under way.
 struct Ending {
@@ -182,7 +115,9 @@ impl Watcher {
             // the back, because they remove entries.
             for (source, _) in sources.iter().zip(&ready).filter(|(_, ready)| **ready) {
                 match *source {
-                    Source::Output(child, which) => self.forward(child, which, READ_BYTES_MAX),
+                    Source::Output(child, which) => {
+                        self.children[child].forward(which, READ_BYTES_MAX, &self.stderr)
+                    }
                     Source::Stdin(child) => self.children[child].feed(),
                     Source::Signals => self.take_signals(),
                     Source::Wake | Source::Process(_) => {}
@@ -312,21 +247,9 @@ impl Watcher {
 
     fn start(&mut self, spec: &ChildSpec) -> Result<u32, LaunchError> {
         let started = spawn::start(&self.program, spec)?;
-        let output = |pipe| Output { pipe: Some(pipe), lines: LineSplitter::default() };
-        self.children.push(Watched {
-            name: spec.name.clone(),
-            role: spec.role,
-            replica: spec.replica,
-            pid: started.pid,
-            pidfd: started.pidfd,
-            stdin: started.stdin,
-            unsent: started.first_bytes,
-            sent: 0,
-            outputs: started.outputs.map(output),
-            tail: Tail::default(),
-            given_up: None,
-        });
-        Ok(started.pid)
+        let pid = started.pid;
+        self.children.push(Watched::new(spec, started));
+        Ok(pid)
     }
 
     fn begin_leaving(&mut self, replica: usize, grace: Duration) {
@@ -420,35 +343,6 @@ impl Watcher {
         exit_at_once(code.code())
     }
 
-    /// Passes on what a child wrote, at most about `limit` bytes.
-    fn forward(&mut self, child: usize, which: usize, limit: usize) {
-        let Watched { outputs, tail, .. } = &mut self.children[child];
-        let Output { pipe, lines } = &mut outputs[which];
-        let mut emit = |line: &[u8]| {
-            self.stderr.write_line(line);
-            tail.push(line);
-        };
-        let mut buffer = [0; 16 << 10];
-        let mut taken = 0;
-        while let Some(fd) = &*pipe
-            && taken < limit
-        {
-            match rustix::io::read(fd, &mut buffer) {
-                Ok(0) => {
-                    lines.finish(&mut emit);
-                    *pipe = None;
-                }
-                Ok(n) => {
-                    taken += n;
-                    lines.push(&buffer[..n], &mut emit);
-                }
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return,
-                Err(_) => *pipe = None,
-            }
-        }
-    }
-
     /// Takes the statuses of children whose descriptors say that they have ended.
     fn reap(&mut self, dead: &[usize]) {
         let now = Instant::now();
@@ -457,7 +351,7 @@ impl Watcher {
             let Some(status) = self.children[i].status() else { continue };
             for which in [0, 1] {
                 // More than a pipe holds; a grandchild may write to it for ever.
-                self.forward(i, which, 1 << 20);
+                self.children[i].forward(which, 1 << 20, &self.stderr);
             }
             let mut child = self.children.remove(i);
             for output in &mut child.outputs {
@@ -502,38 +396,5 @@ impl Watcher {
     fn phase_of(&self, replica: Option<usize>) -> Phase {
         let own = replica.and_then(|replica| self.replica_phases.get(&replica));
         if self.phase == Phase::Draining { self.phase } else { own.copied().unwrap_or(self.phase) }
-    }
-}
-
-/// A child that has ended meanwhile answers ESRCH, which is what was wanted.
-fn send_all<'a>(children: impl IntoIterator<Item = &'a Watched>, signal: Signal) {
-    for child in children {
-        let _ = pidfd_send_signal(&child.pidfd, signal);
-    }
-}
-
-impl Watched {
-    /// Writes more of the configuration.
-    fn feed(&mut self) {
-        match rustix::io::write(&self.stdin, &self.unsent[self.sent..]) {
-            Ok(n) => self.sent += n,
-            Err(Errno::INTR | Errno::AGAIN) => {}
-            // The child is gone; its descriptor reports that.
-            Err(_) => self.sent = self.unsent.len(),
-        }
-    }
-
-    /// Reaps; `None` when it has not ended after all.
-    fn status(&self) -> Option<ChildStatus> {
-        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
-        match waitid(WaitId::PidFd(self.pidfd.as_fd()), options) {
-            Ok(None) | Err(Errno::INTR) => None,
-            Ok(Some(status)) => Some(match (status.exit_status(), status.terminating_signal()) {
-                (Some(code), _) => ChildStatus::Exit(code),
-                (None, Some(signal)) => ChildStatus::Signal(signal),
-                (None, None) => ChildStatus::Unknown,
-            }),
-            Err(_) => Some(ChildStatus::Unknown),
-        }
     }
 }
