@@ -62,7 +62,7 @@ fn two_stages_answer_like_one_and_a_death_ends_both() {
     let bubbles: Vec<f64> = drawn.iter().filter_map(|stage| stage["bubble"].as_f64()).collect();
     assert!(bubbles.len() == 4 && bubbles.iter().all(|bubble| (0.0..1.0).contains(bubble)), "{drawn:?}");
     assert!(drawn.iter().all(|stage| stage["steps"].as_u64() > Some(0)), "{drawn:?}");
-    assert_eq!(drawn[3]["rank"], "lockstep-PP1-TP1-scheduler");
+    assert_eq!(drawn[3]["rank"], "PP1-TP1");
     let events = trace["traceEvents"].as_array().cloned().unwrap_or_default();
     let lanes = events.iter().filter(|event| event["args"]["name"] == "device of the stage");
     assert_eq!(lanes.count(), 4);
