@@ -34,8 +34,8 @@ pub struct CpuKvCache {
 }
 
 impl CpuKvCache {
-    /// Reserves the pool; memory becomes resident as it is written. Huge pages are asked for once
-    /// a layer's pool is several of them, so that small pools stay small.
+    /// Reserves the pool. Of a large one the [beginning](super::ahead) becomes resident at once, the rest as it is written or
+    /// shortly before. Huge pages are asked for once a layer's pool is several of them, so that small pools stay small.
     pub(super) fn new(layout: KvLayout) -> Result<Self> {
         assert_eq!(layout.dtype, DType::F32, "type of K and V");
         let layer_bytes = layout.pool_bytes() / 2 / layout.local_layers.max(1);

@@ -5,7 +5,8 @@
 //! matrices are smaller than a huge page, so small regions share one mapping: a region per mapping
 //! would round a 135M model from 212 up to 300 MB.
 //!
-//! **Invariants:** regions are zeroed and 64-byte aligned; memory is resident only once touched.
+//! **Invariants:** regions are zeroed and 64-byte aligned; memory is resident only once touched (that of a KV pool is [shortly
+//! before](super::ahead) it is needed).
 
 use crate::{BackendError, Result};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};

@@ -253,7 +253,8 @@ impl Round {
             let not_finite = S::mul(zero, S::add(sums[0], sums[1]));
             let powers = scales.map(|scale| split(scale).0);
             let zeros = S::fma(S::load(powers.as_ptr()), S::splat(ROUNDER), not_finite);
-            // Infinite where the largest element is 2^111 or more: NaN as well.
+            // Infinite where the power is 2^105 or more, for a largest element above 127 * 1.75 * 2^104, about 1.74 * 2^111:
+            // NaN as well.
             let zeros = lanes::<S>(S::add(zeros, S::sub(zeros, zeros)));
             let parts = scales.map(|scale| split(scale).1);
             for (index, sums) in sums.into_iter().enumerate().take(self.scales) {
@@ -290,7 +291,8 @@ unsafe fn lanes<S: Simd>(v: S::V) -> [f32; LANES] {
 #[inline(always)]
 fn scale_of(largest: f32) -> f32 {
     let rest = (1 << (MANTISSA_BITS - SCALE_BITS)) - 1;
-    let scale = f32::from_bits(((largest / CODE_MAX).to_bits() + rest) & !rest);
+    // Of a NaN any bits may come, since its elements show by themselves.
+    let scale = f32::from_bits((largest / CODE_MAX).to_bits().wrapping_add(rest) & !rest);
     if largest < TINY { 0.0 } else { scale }
 }
 

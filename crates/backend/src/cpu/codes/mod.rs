@@ -9,8 +9,9 @@
 //! ```
 //! A scale of three bits is a power of two times 4, 5, 6 or 7 quarters. The power needs no multiplication: products are summed
 //! onto the bits of a float whose last place is worth it, and what is above that float is their sum times the power, exactly. The
-//! quarters go into `scale[g]`, once for many rows; that product is exact too. So a product of many rows, whose multipliers
-//! are busy with the codes, takes a tenth less, and activations are rounded a tenth more coarsely at most a fifth of the way up.
+//! quarters go into `scale[g]`, once for many rows; that product is exact too. The time that the
+//! multipliers need for many rows, the bound of that kernel, is a tenth less so. Activations are rounded at most a quarter more
+//! coarsely than with scales of all bits, a tenth on average.
 //!
 //! The integer sums are exact, and with [`has_base`](lockstep_core::CodeLayout::has_base) and
 //! [`scales`](lockstep_core::CodeLayout::scales) the float operations above are all there are, in this order; so,

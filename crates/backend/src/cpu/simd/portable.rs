@@ -167,7 +167,7 @@ impl Simd for Portable {
     unsafe fn dot<const NARROW: bool>(acc: Self::I, codes: Self::I, x: Self::I) -> Self::I {
         std::array::from_fn(|i| {
             let (codes, x) = (codes[i].to_le_bytes(), x[i].to_le_bytes());
-            (0..4).fold(acc[i], |sum, j| sum + i32::from(codes[j]) * i32::from(x[j] as i8))
+            (0..4).fold(acc[i], |sum, j| sum.wrapping_add(i32::from(codes[j]) * i32::from(x[j] as i8)))
         })
     }
     #[inline(always)]

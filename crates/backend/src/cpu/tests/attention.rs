@@ -3,6 +3,7 @@
 
 use super::reference;
 use super::{Random, assert_same, backend, backends, empty, tensor};
+use crate::cpu::memory::HUGE_PAGE;
 use crate::cpu::{CpuBackend, CpuKvCache, Isa};
 use crate::{Attention, AttentionBatch, AttentionRow, Backend, KvLayout, QkvShape, RopeAndStore};
 use lockstep_core::DType;
@@ -336,6 +337,57 @@ fn poison_fills_these_pages_of_every_layer_and_no_other() {
             let want = if [1, 4].contains(&(index % 5)) { page.len() } else { 0 };
             assert_eq!(poisoned, want, "layer {} page {}", index / 5, index % 5);
         }
+    }
+}
+
+#[test]
+fn layers_of_a_pool_on_huge_pages_begin_at_one_and_do_not_overlap() {
+    let mut random = Random(10);
+    let mut backend = backend(Isa::detect(), 2);
+    let case = Case::new(&mut random, 32, 2, 2, 16);
+    let layout = KvLayout {
+        local_layers: 2,
+        local_kv_heads: 2,
+        head_dim: 32,
+        page_size: 16,
+        num_pages: 2049,
+        dtype: DType::F32,
+    };
+    let page_len = 2 * 16 * 32;
+    let layer_len = layout.num_pages * page_len;
+    assert_eq!(layer_len * 4, 4 * HUGE_PAGE + page_len * 4, "a page more than huge pages hold");
+    let stride = 5 * HUGE_PAGE / 4;
+    let mut cache = backend.kv_cache(layout).unwrap();
+    let layers = [0, 1].map(|layer| cache.page(layer, 0, 0));
+    for [first, second] in [layers.map(|at| at.0 as usize), layers.map(|at| at.1 as usize)] {
+        assert!(first.is_multiple_of(HUGE_PAGE), "K or V begins at a huge page");
+        assert_eq!(second - first, stride * 4, "the next layer begins at the next huge page");
+    }
+    let rope = backend.rope_table(&case.frequencies, 8).unwrap();
+    let last_page = layout.num_pages as u32 - 1;
+    for (layer, slot) in [(0, last_page * 16 + 15), (1, 0)] {
+        let mut qkv = tensor(&backend, &random.values(case.width()), case.width());
+        let (shape, positions, slots) = (case.shape, &[6u32][..], &[slot][..]);
+        let store = RopeAndStore { layer, shape, qk_norm: None, rope: &rope, positions, slots };
+        backend.rope_and_store(store, &mut qkv, &mut cache);
+    }
+    // The last slot of layer 0 and the first of layer 1, each of two heads.
+    let last = layer_len - page_len + 15 * 32;
+    let starts = [last, last + 16 * 32, stride, stride + 16 * 32];
+    let stored: Vec<usize> = starts.into_iter().flat_map(|start| start..start + 32).collect();
+    let (k, v) = cache.parts_mut();
+    for part in [k, v] {
+        let written: Vec<usize> = (0..part.len()).filter(|&i| part[i] != 0.0).collect();
+        assert_eq!(written, stored);
+    }
+    backend.poison(&mut cache, &[0, last_page]);
+    let pages = [0, layer_len - page_len, stride, stride + layer_len - page_len];
+    let poisoned: Vec<usize> = pages.into_iter().flat_map(|start| start..start + page_len).collect();
+    let (k, v) = cache.parts_mut();
+    for part in [k, v] {
+        let not_zero: Vec<usize> = (0..part.len()).filter(|&i| part[i] != 0.0).collect();
+        assert_eq!(not_zero, poisoned);
+        assert!(poisoned.iter().all(|&i| part[i].is_nan()));
     }
 }
 

@@ -273,17 +273,79 @@ fn rows_come_back_as_they_went_in() {
     }
 }
 
+/// A backend of each instruction set with a matrix of two groups of inputs in each form, and what they are.
+fn two_groups(random: &mut Random) -> Vec<(CpuBackend, Matrix, String)> {
+    let forms = [(false, false), (true, false), (false, true), (true, true)];
+    let mut all = Vec::new();
+    for isa in Isa::available() {
+        for (base, halves) in forms {
+            let layout = CodeLayout::new(-8, 7, base, halves);
+            let matrix = Matrix::random(random, 20, 2 * CODE_GROUP, layout, vec![0, 2 * CODE_GROUP]);
+            all.push((backend(isa, 1), matrix, format!("{isa:?} {layout:?}")));
+        }
+    }
+    all
+}
+
 #[test]
-fn what_is_not_finite_shows() {
+fn what_is_not_finite_shows_in_its_row_and_only_there() {
     let mut random = Random(6);
-    let mut backend = backend(Isa::detect(), 1);
-    let layout = CodeLayout::new(-8, 7, false, false);
-    let matrix = Matrix::random(&mut random, 20, 2 * CODE_GROUP, layout, vec![0, 2 * CODE_GROUP]);
-    let linear = matrix.pack(&backend, 20);
-    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-        let mut x = random.values(2 * CODE_GROUP);
-        x[40] = bad;
-        let got = multiply(&mut backend, &linear, &x, None);
-        assert!(got.iter().all(|v| v.is_nan()), "{bad}: {got:?}");
+    // NaN of the largest bits, on which integers are summed all the same; and what is too large.
+    let nans = [f32::NAN, f32::from_bits(0x7fff_ffff), f32::from_bits(0xffff_ffff)];
+    let large = [f32::INFINITY, f32::NEG_INFINITY, f32::MAX, 2.0f32.powi(112), -2.0f32.powi(112)];
+    for (mut backend, matrix, what) in two_groups(&mut random) {
+        let linear = matrix.pack(&backend, 20);
+        for bad in nans.into_iter().chain(large) {
+            for (rows, row) in [(1, 0), (9, 3), (9, 8)] {
+                let mut x = random.values(rows * 2 * CODE_GROUP);
+                let good = multiply(&mut backend, &linear, &x, None);
+                x[row * 2 * CODE_GROUP + 40] = bad;
+                let got = multiply(&mut backend, &linear, &x, None);
+                for (index, (got, good)) in got.chunks(20).zip(good.chunks(20)).enumerate() {
+                    let what = format!("{what}: {bad:e} in row {row} of {rows}, row {index}");
+                    if index == row {
+                        assert!(got.iter().all(|v| v.is_nan()), "{what}: {got:?}");
+                    } else {
+                        assert_same(got, good, &what);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn tiny_groups_count_as_zero_and_scales_are_rounded_up_at_their_borders() {
+    let mut random = Random(7);
+    for (mut backend, matrix, what) in two_groups(&mut random) {
+        let linear = matrix.pack(&backend, 20);
+        let mut x = random.values(9 * 2 * CODE_GROUP);
+        let mut tiny = x.clone();
+        for row in x.chunks_mut(2 * CODE_GROUP) {
+            row[..CODE_GROUP].fill(0.0);
+        }
+        for row in tiny.chunks_mut(2 * CODE_GROUP) {
+            row[..CODE_GROUP].iter_mut().for_each(|v| *v *= 1e-31);
+        }
+        let want = multiply(&mut backend, &linear, &x, None);
+        assert_same(&multiply(&mut backend, &linear, &tiny, None), &want, &what);
+        for power in [-90, -1, 0, 7, 100] {
+            for part in [1.0, 1.25, 1.5, 1.75f32] {
+                let border = 127.0 * part * 2.0f32.powi(power);
+                let mut x = random.values(9 * 2 * CODE_GROUP);
+                x.iter_mut().for_each(|v| *v *= border / 2.0);
+                for (row, x) in x.chunks_mut(2 * CODE_GROUP).enumerate() {
+                    // It is the largest of its group, whose others are up to a half of it.
+                    x[5] = [border, border.next_up(), -border.next_down()][row % 3];
+                    x[40] = -x[5];
+                }
+                let got = multiply(&mut backend, &linear, &x, None);
+                let want: Vec<f32> = x
+                    .chunks(2 * CODE_GROUP)
+                    .flat_map(|x| (0..20).map(|output| matrix.product(output, x, 0.0)))
+                    .collect();
+                assert_same(&got, &want, &format!("{what}: {part} * 2^{power}"));
+            }
+        }
     }
 }
