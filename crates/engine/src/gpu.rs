@@ -105,14 +105,15 @@ pub fn join(plan: &GpuPlan, spec: &JoinSpec, mut groups: Groups) -> Result<Joine
     let others = OtherRanks { patience, rank: place, host: map.host_of(place), abort: spec.abort.clone() };
     let gpu = plan.gpu_of(map.local_rank(place));
     let options = CudaOptions { gpu, dtype: spec.dtype };
-    let mut backend = CudaBackend::among((size > 1).then_some(others), options)?;
+    // Before the GPU's driver has threads of its own.
     if let Some(address) = spec.address.filter(|_| plan.has_library()) {
-        // SAFETY: a rank on several hosts is a process; this is its main thread at its start, and none of its other threads
-        // reads or writes the environment.
+        // SAFETY: a rank on several hosts is a process; this is its main thread at its start, and of its other threads (of
+        // the process group and the control plane) none reads or writes the environment.
         let told = unsafe { NcclCollective::use_interface_of(address) };
         let told = told.map_err(|why| EngineError::Backend(BackendError::Unsupported(why)))?;
         tracing::info!("NCCL meets the ranks of other hosts with {told}");
     }
+    let mut backend = CudaBackend::among((size > 1).then_some(others), options)?;
     if ranks > 1 {
         join_stage(mode, &mut backend, &mut groups, ranks)?;
     }
@@ -148,10 +149,11 @@ fn join_stage(mode: PeerMode, backend: &mut CudaBackend, groups: &mut Groups, ra
 /// Joins the ranks with the same place in the other stages, if there are any.
 fn join_stages_of_hosts(backend: &CudaBackend, groups: &mut Groups, ranks: usize) -> Result<()> {
     let Some(pipeline) = &mut groups.pipeline else { return Ok(()) };
+    let is_first = groups.replica.rank() == 0;
     let mut across = PartOf::across(&mut *groups.replica, ranks);
     *pipeline = joined_nccl(pipeline, &mut across)?;
     backend.open_transfers(&**pipeline)?;
-    if across.rank() == 0 {
+    if is_first {
         tracing::info!("activations: NCCL from host to host");
     }
     Ok(())

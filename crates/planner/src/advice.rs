@@ -117,7 +117,7 @@ fn hosts(plan: &Plan) -> Vec<String> {
             format!("tp {tp_size} crosses hosts, so every layer waits twice for the link"),
             format!(
                 ". Where each host can hold a TP group, --pp {} with a smaller --tp sends the residual stream once instead",
-                plan.workload.stages * plan.workload.hosts
+                least_common_multiple(plan.workload.stages, plan.workload.hosts)
             ),
         ),
         false => ("no TP group crosses hosts, only the residual stream between stages".into(), String::new()),
@@ -132,6 +132,11 @@ fn hosts(plan: &Plan) -> Vec<String> {
         sent(&hosts.prefill_chunk)
     ));
     sentences
+}
+
+/// The least number of stages that keeps a TP group on one host: each host has whole stages.
+fn least_common_multiple(stages: usize, hosts: usize) -> usize {
+    (1..=hosts).map(|times| stages * times).find(|pp| pp.is_multiple_of(hosts)).unwrap_or(stages * hosts)
 }
 
 /// For what may be below a MiB.

@@ -246,10 +246,19 @@ impl Device {
         self.shares_context.get()
     }
 
-    /// Whether memory can be given back, which waits for everything in the context: not after a wait has given up, and
-    /// not where that is another rank's too.
+    /// What an operation with other ranks came to. After a failure nothing here is waited for any more: what is queued may wait
+    /// for them without a limit.
+    pub fn with_others<T>(&self, result: std::result::Result<T, CollectiveError>) -> Result<T> {
+        result.map_err(|error| {
+            self.is_lost.set(true);
+            error.into()
+        })
+    }
+
+    /// Whether memory can be given back, which waits for everything in the context: not after ranks were lost or told to
+    /// end, and not where the context is another rank's too.
     pub fn may_free(&self) -> bool {
-        !self.is_lost.get() && !self.shares_context.get()
+        !self.is_lost.get() && !self.shares_context.get() && self.aborted().is_none()
     }
 
     /// Whether what is queued now is recorded instead of run.

@@ -220,6 +220,20 @@ impl CudaBackend {
     }
 }
 
+/// Has the driver load all kernels of a library with it, unless the user has said when. Ranks that are threads and share a GPU
+/// need that: by default a kernel is loaded at its first launch, which waits for what runs in the context, and so for another
+/// rank's kernel that waits for this rank (of 32 runs of `verify --tp 4 --share-gpu` three ended so; with this none of 60).
+///
+/// # Safety
+/// No other thread reads or writes the environment meanwhile. Only what comes before the first use of a GPU counts.
+pub unsafe fn load_kernels_at_once() {
+    const LOADING: &str = "CUDA_MODULE_LOADING";
+    if std::env::var_os(LOADING).is_none() {
+        // SAFETY: the caller's promise.
+        unsafe { std::env::set_var(LOADING, "EAGER") };
+    }
+}
+
 /// Ends the process at once, without the handlers of the CUDA libraries: those wait for kernels, one of
 /// which may wait for a rank that has stopped. The system takes the device's memory back.
 pub fn exit_process(code: i32) -> ! {

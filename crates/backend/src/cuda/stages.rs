@@ -155,8 +155,8 @@ impl Stages {
             Hop::Library => {
                 let (data, stream) = (from as *const c_void, StreamHandle(self.device.stream));
                 // SAFETY: the caller's promise; what was queued on the stream comes before.
-                unsafe { pipeline.send(data, count, DType::F32, to, stream)? };
-                Ok(())
+                let queued = unsafe { pipeline.send(data, count, DType::F32, to, stream) };
+                self.device.with_others(queued)
             }
             Hop::Host => {
                 // SAFETY: the caller's promise.
@@ -190,8 +190,8 @@ impl Stages {
             Hop::Library => {
                 let (data, stream) = (to as *mut c_void, StreamHandle(self.device.stream));
                 // SAFETY: the caller's promise; what is queued on the stream comes after.
-                unsafe { pipeline.recv(data, count, DType::F32, from, stream)? };
-                Ok(())
+                let queued = unsafe { pipeline.recv(data, count, DType::F32, from, stream) };
+                self.device.with_others(queued)
             }
             Hop::Host => {
                 self.arrived.resize(self.arrived.len().max(bytes), 0);
@@ -213,12 +213,12 @@ pub(super) fn open_transfers(device: &Rc<Device>, pipeline: &dyn Collective) -> 
     let (data, stream) = (buffer.address() as *mut c_void, StreamHandle(device.stream));
     let rank = pipeline.rank();
     if rank > 0 {
-        // SAFETY: the buffer holds four elements until the wait below is over.
-        unsafe { pipeline.recv(data, 4, DType::F32, rank - 1, stream)? };
+        // SAFETY: the buffer holds four elements until the wait below is over; if there is none it is never given back.
+        device.with_others(unsafe { pipeline.recv(data, 4, DType::F32, rank - 1, stream) })?;
     }
     if rank + 1 < pipeline.size() {
         // SAFETY: as above.
-        unsafe { pipeline.send(data, 4, DType::F32, rank + 1, stream)? };
+        device.with_others(unsafe { pipeline.send(data, 4, DType::F32, rank + 1, stream) })?;
     }
     device.wait()
 }

@@ -5,7 +5,7 @@ use crate::flags::CommFlags;
 use crate::flags::model::DtypeFlag;
 use crate::logging;
 use crate::output::say_line;
-use lockstep_backend::cuda::{Sample, SumSize};
+use lockstep_backend::cuda::{self, Sample, SumSize};
 use lockstep_comm::NcclCollective;
 use lockstep_comm::shm::{self, ShmOptions};
 use lockstep_core::{DType, ExitCode, HostMap, Topology};
@@ -117,7 +117,12 @@ fn measured(
     sizes: &[SumSize],
 ) -> std::result::Result<Vec<Sample>, EngineError> {
     // SAFETY: no rank's thread has been started, and no other thread touches the environment.
-    unsafe { NcclCollective::prepare_environment() };
+    unsafe {
+        if plan.share_gpu {
+            cuda::load_kernels_at_once();
+        }
+        NcclCollective::prepare_environment();
+    }
     let options = ShmOptions { deadline: PATIENCE, ranks_share_cores: false };
     let ends = shm::as_threads(ranks, options, |group, collective| {
         let groups = Groups { replica: Box::new(group), tensors: Box::new(collective), pipeline: None };

@@ -10,6 +10,7 @@ use crate::output::say_line;
 use crate::pull;
 use crate::serve;
 use lockstep_backend::Backend;
+use lockstep_backend::cuda;
 use lockstep_comm::NcclCollective;
 use lockstep_comm::link::Endpoint;
 use lockstep_comm::shm::{SharedRegion, ShmLayout};
@@ -168,6 +169,10 @@ impl Engine {
             // Ranks are threads of one context here: what one prepares may wait for kernels that wait for another one.
             let sentence = "--share-gpu takes --tp or --pp here, not both; `lockstep serve` takes both";
             return Err(CliError::new(ExitCode::Flags, sentence));
+        }
+        if flags.gpus.share_gpu {
+            // SAFETY: no rank's thread has been started, and no other thread touches the environment.
+            unsafe { cuda::load_kernels_at_once() };
         }
         let ranks = topology.world_size();
         let threads = flags.threads.unwrap_or_else(super::cores).div_ceil(ranks).max(1);

@@ -348,8 +348,8 @@ impl DataPlane<'_> {
         self.check_library("all-reduce", bytes)?;
         let stream = StreamHandle(self.device.stream);
         // SAFETY: the caller's promise; what was queued on the stream comes before.
-        unsafe { self.collective.all_reduce(data as *mut c_void, count, dtype, stream)? };
-        Ok(())
+        let queued = unsafe { self.collective.all_reduce(data as *mut c_void, count, dtype, stream) };
+        self.device.with_others(queued)
     }
 
     /// Gathers every rank's `words` 32-bit words at `mine` into `all`, by rank. **Collective: all ranks of the TP group.**
@@ -370,8 +370,8 @@ impl DataPlane<'_> {
         let stream = StreamHandle(self.device.stream);
         let (mine, all) = (mine as *const c_void, all as *mut c_void);
         // SAFETY: the caller's promise.
-        unsafe { self.collective.all_gather(mine, all, words, DType::F32, stream)? };
-        Ok(())
+        let queued = unsafe { self.collective.all_gather(mine, all, words, DType::F32, stream) };
+        self.device.with_others(queued)
     }
 
     /// Waits, on the host, until all ranks are here, where they are threads that share a context: loading a kernel or
