@@ -40,6 +40,10 @@ const THREADS_MAX: usize = 1024;
 /// Runs all comparisons and prints them.
 pub fn run(flags: &VerifyFlags) -> Result<()> {
     let flag_error = CliError::with::<anyhow::Error>(ExitCode::Flags);
+    if flags.gpus.share_gpu {
+        // SAFETY: the command has no other thread yet, and has not looked at a GPU.
+        unsafe { cuda::load_kernels_at_once() };
+    }
     let mode = verify_mode(flags).map_err(&flag_error)?;
     check(flags).map_err(&flag_error)?;
     let path = pull::resolve(&flags.model, &pull::cache_dir(flags.cache_dir.clone()))?;

@@ -10,7 +10,7 @@ use crate::memory::{self, RunSizes};
 use crate::place::{Device, Place};
 use crate::{Result, Subject, VerifyError};
 use lockstep_backend::cpu::{CpuBackend, CpuOptions};
-use lockstep_backend::{Backend, KvLayout, PipelinePlace, cuda};
+use lockstep_backend::{Backend, KvLayout, PipelinePlace};
 use lockstep_comm::NcclCollective;
 use lockstep_comm::collective::Collective;
 use lockstep_comm::group::{Patience, ProcessGroup};
@@ -184,17 +184,9 @@ impl Group {
             stages => layout.with_transfers(stages * TRANSFER_BYTES),
         };
         let region = Arc::new(SharedRegion::map(SharedRegion::create(layout)?)?);
-        if matches!(spec.place.device, Device::Cuda { .. }) {
+        if matches!(spec.place.device, Device::Cuda { .. }) && ranks > 1 {
             // SAFETY: no rank thread of this process runs yet.
-            unsafe {
-                // Also for one rank: it may be the first of this process to use the GPU.
-                if spec.gpus.share_gpu {
-                    cuda::load_kernels_at_once();
-                }
-                if ranks > 1 {
-                    NcclCollective::prepare_environment();
-                }
-            }
+            unsafe { NcclCollective::prepare_environment() };
         }
         Ok(std::thread::scope(|scope| {
             let (mut jobs, mut threads) = (Vec::new(), Vec::new());

@@ -222,7 +222,8 @@ impl CudaBackend {
 
 /// Has the driver load all kernels of a library with it, unless the user has said when. Ranks that are threads and share a GPU
 /// need that: by default a kernel is loaded at its first launch, which waits for what runs in the context, and so for another
-/// rank's kernel that waits for this rank (of 32 runs of `verify --tp 4 --share-gpu` three ended so; with this none of 60).
+/// rank's kernel that waits for this rank (of 32 runs of `verify --tp 4 --share-gpu` three ended so; with the variable set by the
+/// shell none of 60).
 ///
 /// # Safety
 /// No other thread reads or writes the environment meanwhile. Only what comes before the first use of a GPU counts.
