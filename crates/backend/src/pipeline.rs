@@ -49,25 +49,31 @@ impl PipelinePlace {
     pub fn shares_host_with(&self, other: usize) -> bool {
         self.hosts.shares_host([self.rank, other])
     }
+
+    /// Rank `rank` of tp 2 x pp 3 on so many hosts.
+    #[cfg(test)]
+    pub(crate) fn of_six(rank: usize, nnodes: usize) -> Self {
+        let topology = lockstep_core::Topology { tp_size: 2, pp_size: 3, dp_size: 1 };
+        Self {
+            rank,
+            stage_size: topology.tp_size,
+            stages: topology.pp_size,
+            rows_max: 1,
+            cols: 64,
+            patience: Duration::from_secs(1),
+            shares_gpus: false,
+            hosts: HostMap::new(&topology, nnodes).expect("a number of hosts that divides six"),
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_core::Topology;
 
     #[test]
     fn neighbours_have_the_same_place_in_their_stages() {
-        let place = |rank| PipelinePlace {
-            rank,
-            stage_size: 2,
-            stages: 3,
-            rows_max: 1,
-            cols: 64,
-            patience: Duration::from_secs(1),
-            shares_gpus: false,
-            hosts: HostMap::new(&Topology { tp_size: 2, pp_size: 3, dp_size: 1 }, 2).unwrap(),
-        };
+        let place = |rank| PipelinePlace::of_six(rank, 2);
         let next = [0, 1, 2, 3, 4, 5].map(|rank| place(rank).next());
         assert_eq!(next, [Some(2), Some(3), Some(4), Some(5), None, None]);
         let previous = [0, 1, 2, 3, 4, 5].map(|rank| place(rank).previous());

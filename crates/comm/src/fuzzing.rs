@@ -58,11 +58,13 @@ pub fn introduction(rank: usize, message: &[u8]) -> Vec<u8> {
 pub fn frames(input: &[u8], mut read: impl FnMut(&[u8])) {
     let (stream, _there) = stream_of(input);
     let (mut reader, _writer) = session(stream);
+    let mut is_first = true;
     let end = loop {
         match reader.recv(PATIENCE) {
             Ok(message) => {
                 assert!(message.len() <= MESSAGE_BYTES_MAX, "{} bytes", message.len());
                 read(&message);
+                is_first = false;
             }
             Err(error) => break error,
         }
@@ -71,6 +73,11 @@ pub fn frames(input: &[u8], mut read: impl FnMut(&[u8])) {
         matches!(error, TrustError::Closed | TrustError::Changed | TrustError::TooLong { .. })
     };
     assert!(is_fault(&end), "{end}");
+    if let Some(length) = input.first_chunk() {
+        let is_too_long = u32::from_le_bytes(*length) as usize > MESSAGE_BYTES_MAX;
+        let is_refused = is_first && matches!(end, TrustError::TooLong { .. });
+        assert_eq!(is_refused, is_too_long, "a first length of {length:?}: {end}");
+    }
     // The first message is a rank's, where ranks meet.
     let room = MeetingRoom::default();
     room.call(MEETING.0, MEETING.1);

@@ -340,21 +340,10 @@ impl Own {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_core::{HostMap, Topology};
 
     /// Ways from the stage before and to the next, of each rank of tp 2 x pp 3.
     fn hops(nnodes: usize, shares_gpus: bool, kernels_work: bool) -> Vec<[Hop; 2]> {
-        let topology = Topology { tp_size: 2, pp_size: 3, dp_size: 1 };
-        let place = |rank| PipelinePlace {
-            rank,
-            stage_size: 2,
-            stages: 3,
-            rows_max: 1,
-            cols: 64,
-            patience: Duration::from_secs(1),
-            shares_gpus,
-            hosts: HostMap::new(&topology, nnodes).unwrap(),
-        };
+        let place = |rank| PipelinePlace { shares_gpus, ..PipelinePlace::of_six(rank, nnodes) };
         let of = |place: PipelinePlace| {
             [place.previous(), place.next()].map(|neighbour| Hop::of(&place, neighbour, kernels_work))
         };

@@ -217,17 +217,24 @@ impl<const BITS: usize, const M: usize, const T: usize> Accumulate<'_, BITS, M, 
     }
 }
 
-/// The sum of a step's products, scaled, exactly.
+/// The sum of a step's products times the power of two in its scale, exactly.
+///
+/// # Safety
+/// The machine supports `S`.
+#[inline(always)]
+pub(super) unsafe fn by_power<S: Simd>(sum: S::I, step: &InputStep) -> S::V {
+    // SAFETY: register operations only.
+    unsafe { S::sub(S::as_floats(sum), S::splat(step.zero)) }
+}
+
+/// The same times the whole scale.
 ///
 /// # Safety
 /// The machine supports `S`.
 #[inline(always)]
 pub(super) unsafe fn scaled<S: Simd>(sum: S::I, step: &InputStep) -> S::V {
     // SAFETY: register operations only.
-    unsafe {
-        let by_power = S::sub(S::as_floats(sum), S::splat(step.zero));
-        S::mul(by_power, S::splat(SCALE_PARTS[step.part as usize]))
-    }
+    unsafe { S::mul(by_power::<S>(sum, step), S::splat(SCALE_PARTS[step.part as usize])) }
 }
 
 /// Vector `VECTOR` of a group, a byte for each code.

@@ -4,7 +4,7 @@
 //! `[base][T][16]` in f32, then the codes `[8 vectors][T][64]`, a byte for each, whatever the layout is.
 
 use super::inputs::{BLOCK_ROWS, InputStep, SCALE_PARTS};
-use super::kernels::{FACTOR_BYTES, INPUTS, VECTOR_BYTES, scaled, unpack};
+use super::kernels::{FACTOR_BYTES, INPUTS, VECTOR_BYTES, by_power, scaled, unpack};
 use crate::cpu::matmul::{HINT_AHEAD_BYTES, Levels, NextTiles, Run};
 use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
 use lockstep_core::{CODE_GROUP, CodeLayout};
@@ -336,9 +336,8 @@ impl<const BITS: usize, const NARROW: bool, const T: usize> PanelRows<'_, BITS, 
                 if BITS == 0 {
                     let scale = scale.add(step.part as usize * strides.factor);
                     for t in 0..T {
-                        let by_power = S::sub(S::as_floats(sums[m][t]), S::splat(step.zero));
                         let scale = S::load(scale.add(t * strides.tile_factor).cast());
-                        acc[m][t] = S::fma(scale, by_power, acc[m][t]);
+                        acc[m][t] = S::fma(scale, by_power::<S>(sums[m][t], step), acc[m][t]);
                     }
                 } else {
                     for t in 0..T {

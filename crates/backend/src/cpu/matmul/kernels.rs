@@ -145,7 +145,7 @@ impl Levels {
 
     /// Where level `level` starts.
     #[inline(always)]
-    pub(in crate::cpu) fn at(&self, level: usize) -> *mut f32 {
+    fn at(&self, level: usize) -> *mut f32 {
         self.start.wrapping_add(level * self.stride)
     }
 
